@@ -1,0 +1,1 @@
+"""kernelpool: live IPython kernels in sandboxes. Knows no HTTP, no Redis, no agent."""

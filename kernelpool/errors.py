@@ -1,7 +1,7 @@
 """The error tree of this package. Above: everything. Below: nothing.
 
     KernelPoolError
-    ├── ConfigurationError      the host or a setting cannot carry what was asked; the message names the cure
+    ├── ConfigurationError      the host or a setting cannot carry what was asked
     ├── EngineError             the container engine refused or did not answer
     │   ├── EngineUnreachable
     │   ├── ImageMissing

@@ -1,4 +1,4 @@
-"""Frozen values that an execution yields. Above: kernel.py and everything that reads it. Below: nothing.
+"""Frozen values that an execution yields. Above: kernel.py and its readers. Below: nothing.
 
 Every execution yields at most one `Started`, any number of outputs, and exactly one `Done`, last.
 MIME bundles are Jupyter's: text as str, binary types as base64 str, JSON types as values.

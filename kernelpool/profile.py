@@ -1,4 +1,4 @@
-"""Profile and Limits: the recipe of a kernel and what it may use. Above: everything. Below: nothing."""
+"""Profile and Limits: the recipe of a kernel and its bounds. Above: everything. Below: nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Dispatcher: the one door to kernels. Above: routes/ and agent/. Below: owner.py, here or a hop away.
+"""Dispatcher: the one door to kernels. Above: routes/, agent/. Below: owner.py, maybe a hop away.
 
-`dispatch_direct.py` hands out the Owner of this process; `dispatch_http.py` speaks the same contract
-to the worker that owns the session. What only reads records goes to the store instead.
+`dispatch_direct.py` hands out the Owner of this process; `dispatch_http.py` speaks the same
+contract to the worker that owns the session. What only reads records goes to the store instead.
 
 Every call takes a session the caller may touch: `auth.py` has checked that before. Every call may
 raise `SessionNotFound`, `SessionExpired` and `Unavailable` (orchestrator/errors.py); after any of
@@ -61,7 +61,7 @@ class Dispatcher(Protocol):
         ...
 
     async def cancel(self, session_id: str, execution_id: str) -> Execution:
-        """Interrupt a running execution, or drop a queued one; a finished one is returned as it is."""
+        """Interrupt a running execution or drop a queued one; a finished one is returned as is."""
         ...
 
     async def answer_input(self, session_id: str, execution_id: str, text: str) -> Execution:

@@ -6,7 +6,7 @@ Above: app.py turns any of these into the wire error; everything may raise them.
     ├── BadRequest            400   ├── KeyReused, NotWaiting, TierTooLarge
     ├── NotAuthenticated      401
     ├── Forbidden             403
-    ├── NotFound              404   ├── SessionNotFound, SessionExpired, ExecutionNotFound, FileNotFound
+    ├── NotFound              404   ├── SessionNotFound, SessionExpired, ExecutionNotFound, ...
     ├── TooLarge              413   ├── WorkspaceFull
     ├── UnsupportedMedia      415
     ├── TooMany               429   ├── NoSlot, QueueFull, TenantQuota

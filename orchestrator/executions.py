@@ -1,4 +1,6 @@
-"""Execution: one run of one piece of code, as records and events. Above: store, owner, routes. Below: nothing.
+"""Execution: one run of one piece of code, as records and events.
+
+Above: store, owner, routes. Below: nothing.
 
 The wire shape (architecture section 5) is `Execution.to_wire()`; the same dictionary is stored,
 streamed in `execution.completed` and answered by polling, so that the four cannot differ.

@@ -1,4 +1,4 @@
-"""Session: the user's durable thing, and its state table. Above: store, owner, routes. Below: nothing.
+"""Session: the user's durable thing. Above: store, owner, routes. Below: nothing.
 
 A session is what a hosted API calls a container; it is renamed in `routes/`. It outlives kernels.
 """
