@@ -23,7 +23,7 @@ RUN_DIRECTORY: Final = "/run/kernel"
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a runtime can do on this host; the rest is refused or done more weakly, never silently."""
+    """What a runtime can do on this host; the rest is refused or weaker, never silently."""
 
     image: bool
     """Kernels have a root file system of their own."""
@@ -134,7 +134,7 @@ class Process(Protocol):
         ...
 
     async def output(self) -> str:
-        """The last 8 kB that the process wrote to its own stdout and stderr, where kept, else ''."""
+        """The last 8 kB of the process' own stdout and stderr, where kept, else ''."""
         ...
 
 
@@ -150,7 +150,7 @@ class Owned:
 
 
 class Runtime(Protocol):
-    """Starts sandboxed processes. An async context manager: leaving it leaves the processes alone."""
+    """Starts sandboxed processes. An async context manager; leaving it leaves them alone."""
 
     name: str
     capabilities: Capabilities

@@ -1,1 +1,1 @@
-"""orchestrator: HTTP, sessions, agent and Redis on top of kernelpool. Knows no Docker, no ZeroMQ."""
+"""orchestrator: HTTP, sessions and Redis on top of kernelpool. Knows no Docker, no ZeroMQ."""
