@@ -206,12 +206,17 @@ class Channels:
         message_type: str,
         content: Mapping[str, Any],
         *,
+        message_id: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         parent_header: Mapping[str, Any] | None = None,
     ) -> str:
         """Send a message and return its id."""
         message_id, frames = self.wire.encode(
-            message_type, content, metadata=metadata, parent_header=parent_header
+            message_type,
+            content,
+            message_id=message_id,
+            metadata=metadata,
+            parent_header=parent_header,
         )
         self._sockets[channel].send(frames)
         return message_id

@@ -44,11 +44,12 @@ class Wire:
         message_type: str,
         content: Mapping[str, Any],
         *,
+        message_id: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         parent_header: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[bytes]]:
-        """A new message's id, which cannot be guessed, and its frames."""
-        message_id = secrets.token_hex(16)
+        """A new message's id (when none is given, one that cannot be guessed) and its frames."""
+        message_id = message_id or secrets.token_hex(16)
         header = {
             "msg_id": message_id,
             "msg_type": message_type,

@@ -1,0 +1,609 @@
+"""Kernel: one running IPython kernel and the code it executes.
+
+Above: pool.py. Below: provisioner.py starts its process, channels.py carries its messages,
+execution.py reads them. Knows messages and events; has never heard of sessions, HTTP or Docker.
+
+One reader per channel routes each message by its parent's id: to the execution that runs, to a
+request that waits, or to `on_late` when its execution has ended. An execution ends when it is
+complete, when the kernel's process ends, or when a watchdog finds that the rest will never come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from signal import SIGCONT, SIGINT, Signals
+from typing import Any, Final, Literal
+
+import structlog
+
+from kernelpool.channels import Channels
+from kernelpool.errors import KernelClosed, KernelStartError
+from kernelpool.events import (
+    DisplayData,
+    Done,
+    Event,
+    ExecuteResult,
+    Failure,
+    FailureCode,
+    KernelEnd,
+    Notice,
+    Output,
+    Stream,
+    UpdateDisplay,
+    Usage,
+)
+from kernelpool.execution import (
+    Channel,
+    Execution,
+    Message,
+    message_type,
+    output_event,
+    parent_id,
+)
+from kernelpool.lifecycle import Cause, State, step
+from kernelpool.provisioner import SandboxProvisioner, Seat, make_provisioner
+from kernelpool.runtime import Exit, Process, Sample
+
+log = structlog.get_logger(__name__)
+
+START_TIMEOUT: Final = 60.0
+"""Seconds from the start of the process to the first kernel_info reply. A start takes 0.7 s alone
+and was seen to take 9 s with 20 others on two cores."""
+
+SOCKET_POLL: Final = 0.01
+"""Seconds between looks for the heartbeat's socket file, which ipykernel binds last."""
+
+SUBSCRIBE_PATIENCE: Final = 0.5
+"""Seconds to wait for iopub's first message before another request provokes one."""
+
+INTERRUPT_GRACE: Final = 2.0
+"""Seconds that interrupted code may take to end before its kernel is killed."""
+
+MISSING_PATIENCE: Final = 5.0
+"""Seconds of silence after which one of idle and reply is taken for lost once the other came."""
+
+BROKEN_PATIENCE: Final = 1.0
+"""Seconds between the kernel's closing its sockets and its exit, before it is killed for it."""
+
+SETTLE_QUIET: Final = 0.02
+"""Seconds without a message after which a dead kernel's last words have been read."""
+
+SETTLE_TIMEOUT: Final = 2.0
+
+BACKLOG_CHARACTERS: Final = 4_000_000
+"""Text that may wait for the consumer of an execution before iopub is no longer read."""
+
+Ending = Literal["timed_out", "cancelled"]
+
+
+class _Run:
+    """The execution under way: what its messages brought and nobody has taken yet."""
+
+    def __init__(self, message_id: str, before: Sample) -> None:
+        self.message_id = message_id
+        self.execution = Execution()
+        self.wake = asyncio.Event()
+        self.ending: Ending | None = None
+        self.started_at = time.monotonic()
+        self.last_message_at = self.started_at
+        self.before = before
+        self.out_of_memory = False
+        self.exit: Exit | None = None
+        self.backlog = 0
+        self._events: deque[Event] = deque()
+
+    def push(self, events: list[Event]) -> None:
+        for event in events:
+            self.backlog += _weight(event)
+            self._events.append(event)
+        self.wake.set()
+
+    def take(self) -> Event | None:
+        if not self._events:
+            return None
+        event = self._events.popleft()
+        self.backlog -= _weight(event)
+        return event
+
+
+class Kernel:
+    """One kernel on one seat, for the life of its session; its process may be replaced.
+
+    Args:
+        seat: Where it lives.
+        kernel_id: Keeps its value when the process is replaced.
+        on_late: Called with the request id and the output when output comes after its execution
+            has ended.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        kernel_id: str,
+        *,
+        on_late: Callable[[str, Output], None] | None = None,
+    ) -> None:
+        self.seat = seat
+        self.kernel_id = kernel_id
+        self.state = State.STARTING
+        self.on_late = on_late
+        self.taps: set[Callable[[Channel, Message], None]] = set()
+        """Each is called with every message of the kernel, on the event loop."""
+        self.end: KernelEnd | None = None
+        """Why the last process ended; None while none has."""
+        self._provisioner: SandboxProvisioner | None = None
+        self._channels: Channels | None = None
+        self._run: _Run | None = None
+        self._turn = asyncio.Lock()
+        self._waiting: dict[str, asyncio.Future[Message]] = {}
+        self._heard = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._input_header: dict[str, Any] | None = None
+        self._holding = False
+
+    def __repr__(self) -> str:
+        """State, and the id of the execution under way."""
+        busy = f" {self._run.message_id}" if self._run is not None else ""
+        return f"<Kernel {self.kernel_id[:8]}: {self.state}{busy}>"
+
+    @property
+    def process(self) -> Process | None:
+        """The process behind it, None when there is none."""
+        return self._provisioner.process if self._provisioner is not None else None
+
+    async def start(self) -> None:
+        """Start the process and wait until it answers.
+
+        Raises:
+            KernelStartError: it ended, or did not answer in time.
+            EngineError: the runtime could not start it.
+        """
+        async with self._turn:
+            await self._start()
+
+    async def restart(self) -> None:
+        """Replace the process: a new one on the same files. An execution under way ends.
+
+        Raises:
+            KernelClosed: the kernel was shut down.
+            KernelStartError, EngineError: as for `start`; the next execution tries again.
+        """
+        await self._kill(KernelEnd.RESTARTED)
+        async with self._turn:
+            if self.state is State.CLOSED:
+                raise KernelClosed("the kernel was shut down")
+            await self._kill(KernelEnd.RESTARTED)
+            self._move(Cause.RESTART)
+            await self._start()
+
+    async def close(self) -> None:
+        """Kill the process and remove it. Idempotent."""
+        self._move(Cause.CLOSE)
+        await self._kill(KernelEnd.RESTARTED)
+        async with self._turn:
+            await self._kill(KernelEnd.RESTARTED)
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    async def execute(
+        self,
+        code: str,
+        *,
+        request_id: str | None = None,
+        timeout: float,
+        stdin: bool = False,
+        reset: bool = False,
+    ) -> AsyncIterator[Event]:
+        """Run code; the last event is `Done`. One execution at a time, others wait their turn.
+
+        A kernel whose process has ended gets a new one first.
+
+        Args:
+            code: What to run.
+            request_id: Names the request to `on_late` and in the journal; None makes one.
+            timeout: Seconds the code may take; then it is interrupted, and killed if that does
+                not end it within the grace period.
+            stdin: Whether `input()` asks; otherwise it raises.
+            reset: Empty the namespace before the code runs.
+
+        Raises:
+            KernelStartError, EngineError: no process could be started; the code did not run.
+            KernelClosed: the kernel was shut down; the code did not run.
+        """
+        async with self._turn:
+            if self.state is State.CLOSED:
+                raise KernelClosed("the kernel was shut down")
+            if self.state is State.DEAD:
+                self._move(Cause.RESTART)
+                await self._start()
+            run = self._begin(code, request_id, stdin=stdin, reset=reset)
+            deadline = run.started_at + timeout
+            try:
+                async for event in self._follow(run, deadline):
+                    yield event
+            finally:
+                if self._run is run:
+                    await asyncio.shield(self._abandon(run))
+
+    async def interrupt(self) -> None:
+        """End the execution under way as cancelled: SIGINT, then a kill after the grace period."""
+        if self._run is not None and self._run.ending is None:
+            self._run.ending = "cancelled"
+            self._run.wake.set()
+
+    def answer_input(self, text: str) -> bool:
+        """Hand a line to code that waits for input; False when none does."""
+        if self._channels is None or self._input_header is None:
+            return False
+        header, self._input_header = self._input_header, None
+        self._channels.send("stdin", "input_reply", {"value": text}, parent_header=header)
+        return True
+
+    async def request(
+        self, channel: Literal["shell", "control"], kind: str, content: dict[str, Any]
+    ) -> Message:
+        """Send any request and wait for its reply.
+
+        Raises:
+            KernelClosed: the kernel ended before it replied.
+        """
+        if self._channels is None:
+            raise KernelClosed("the kernel has no process")
+        message_id = self._channels.send(channel, kind, content)
+        reply: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[message_id] = reply
+        try:
+            return await reply
+        finally:
+            self._waiting.pop(message_id, None)
+
+    async def warm(self) -> None:
+        """Import the profile's common modules, leaving no name; missing ones are skipped."""
+        for module in self.seat.profile.warm_imports:
+            await self.request(
+                "shell",
+                "execute_request",
+                {
+                    "code": f"__import__({module!r})",
+                    "silent": True,
+                    "store_history": False,
+                    "user_expressions": {},
+                    "allow_stdin": False,
+                    "stop_on_error": False,
+                },
+            )
+
+    def sample(self) -> Sample:
+        """Resource use of the process now."""
+        return self.process.sample() if self.process is not None else Sample()
+
+    def _move(self, cause: Cause) -> None:
+        self.state = step(self.state, cause)
+
+    async def _start(self) -> None:
+        provisioner = make_provisioner(self.seat, self.kernel_id)
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                await self._launch(provisioner)
+        except (TimeoutError, KernelClosed) as error:
+            output = await provisioner.process.output() if provisioner.process else ""
+            how = "ended while it started" if isinstance(error, KernelClosed) else "did not answer"
+            raise KernelStartError(f"the kernel {how}\n{output}".rstrip()) from None
+        finally:
+            if self.state is not State.IDLE:
+                self._disconnect()
+                await asyncio.shield(provisioner.cleanup())
+                self._move(Cause.EXITED)
+
+    async def _launch(self, provisioner: SandboxProvisioner) -> None:
+        self._heard.clear()
+        prepared = await provisioner.pre_launch(env={})
+        await provisioner.launch_kernel(prepared.pop("cmd"), **prepared)
+        process = provisioner.process
+        assert process is not None
+        heartbeat = provisioner.info.socket_path("hb")
+        while not await asyncio.to_thread(heartbeat.exists):
+            if process.exit is not None or self.state is State.CLOSED:
+                raise KernelClosed("the kernel ended before it was ready")
+            await asyncio.sleep(SOCKET_POLL)
+        self._provisioner = provisioner
+        process.on_out_of_memory = self._out_of_memory
+        self._channels = Channels(
+            provisioner.info,
+            identity=self.kernel_id.encode(),
+            jupyter_session=self.kernel_id,
+            take=self._take,
+            broken=self._channels_broken,
+        )
+        self._spawn(self._watch(provisioner, process))
+        while not self._heard.is_set():
+            await self.request("shell", "kernel_info_request", {})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SUBSCRIBE_PATIENCE):
+                    await self._heard.wait()
+        await self.seat.slot.take_run_back()
+        if self.state is State.CLOSED:
+            raise KernelClosed("the kernel was shut down")
+        self._move(Cause.READY)
+
+    async def _kill(self, reason: KernelEnd) -> None:
+        if self._run is not None:
+            self._run.ending = self._run.ending or "cancelled"
+        if self.process is not None:
+            self.end = reason
+            await self.process.kill()
+        while self.process is not None:
+            await asyncio.wait(set(self._tasks), return_when=asyncio.FIRST_COMPLETED)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("kernel task failed", kernel_id=self.kernel_id, error=repr(error))
+
+    def _disconnect(self) -> None:
+        self._input_header = None
+        self._holding = False
+        if self._channels is not None:
+            self._channels.close()
+            self._channels = None
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(KernelClosed("the kernel ended before it replied"))
+        self._waiting.clear()
+
+    def _begin(self, code: str, request_id: str | None, *, stdin: bool, reset: bool) -> _Run:
+        assert self._channels is not None
+        process = self.process
+        assert process is not None
+        before = process.sample()
+        process.reset_peak()
+        self._move(Cause.EXECUTE)
+        message_id = self._channels.send(
+            "shell",
+            "execute_request",
+            {
+                "code": code,
+                "silent": False,
+                "store_history": True,
+                "user_expressions": {},
+                "allow_stdin": stdin,
+                "stop_on_error": False,
+            },
+            message_id=request_id,
+            metadata={"kernelpool": {"reset": True}} if reset else None,
+        )
+        self._run = _Run(message_id, before)
+        return self._run
+
+    async def _follow(self, run: _Run, deadline: float) -> AsyncIterator[Event]:
+        killing: asyncio.Task[None] | None = None
+        while True:
+            while (event := run.take()) is not None:
+                if self._holding and run.backlog < BACKLOG_CHARACTERS // 2:
+                    self._hold_output(False)
+                yield event
+            now = time.monotonic()
+            if run.exit is not None or run.execution.complete:
+                break
+            if run.execution.half_complete and now - run.last_message_at > MISSING_PATIENCE:
+                run.push([_missing_notice(run.execution)])
+                break
+            if now >= deadline or (run.ending is not None and killing is None):
+                run.ending = run.ending or "timed_out"
+                deadline = now + INTERRUPT_GRACE
+                if killing is None:
+                    killing = asyncio.create_task(self._interrupt_then_kill(run))
+            limit = deadline if killing is None else now + MISSING_PATIENCE
+            if run.execution.half_complete:
+                limit = min(limit, run.last_message_at + MISSING_PATIENCE)
+            run.wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, limit - now)):
+                    await run.wake.wait()
+        if killing is not None:
+            await self._call_off(killing)
+        while (event := run.take()) is not None:
+            yield event
+        yield self._finish(run)
+
+    async def _interrupt_then_kill(self, run: _Run) -> None:
+        process = self.process
+        if process is None:
+            return
+        await process.signal(SIGCONT)
+        await process.signal(SIGINT)
+        await asyncio.sleep(INTERRUPT_GRACE)
+        log.info("kernel killed: an interrupt did not end its code", kernel_id=self.kernel_id)
+        await process.kill()
+
+    async def _call_off(self, killing: asyncio.Task[None]) -> None:
+        # A signal under way must not reach the next execution, so the call that carries it ends
+        # first; the kernel, once idle, ignores SIGINT.
+        if not killing.done():
+            await asyncio.sleep(SETTLE_QUIET)
+            killing.cancel()
+        await asyncio.wait([killing])
+
+    async def _abandon(self, run: _Run) -> None:
+        """See to it that nobody's code goes on running when its caller has gone."""
+        run.ending = run.ending or "cancelled"
+        async for _ in self._follow(run, time.monotonic()):
+            pass
+
+    def _finish(self, run: _Run) -> Done:
+        if self._run is run:
+            self._run = None
+        self._input_header = None
+        if self._holding:
+            self._hold_output(False)
+        usage = self._usage(run)
+        if run.exit is not None:
+            self._move(Cause.EXITED)
+            return self._died(run, usage)
+        self._move(Cause.COMPLETE)
+        count = run.execution.execution_count
+        if run.ending is not None:
+            return Done(run.ending, usage, count, failure=_ending_failure(run))
+        return Done(run.execution.reply or "ok", usage, count)
+
+    def _died(self, run: _Run, usage: Usage) -> Done:
+        assert run.exit is not None
+        count = run.execution.execution_count
+        limits = self.seat.profile.limits
+        if run.ending == "timed_out":
+            self.end = KernelEnd.TIME_LIMIT
+            return Done("timed_out", usage, count, _ending_failure(run), self.end)
+        if run.ending == "cancelled":
+            self.end = KernelEnd.RESTARTED
+            return Done("cancelled", usage, count, _ending_failure(run), self.end)
+        self.end = _kernel_end(run.exit)
+        if run.exit.out_of_memory:
+            peak = max(usage.memory_peak_bytes or 0, limits.memory_bytes)
+            failure = Failure(
+                FailureCode.OUT_OF_MEMORY,
+                f"The kernel used all of its {limits.memory_bytes:,} bytes of memory and was "
+                "ended. Variables are gone, files are kept.",
+                {"limit_bytes": limits.memory_bytes, "peak_bytes": peak},
+            )
+            return Done("failed", usage, count, failure, self.end)
+        return Done("failed", usage, count, _death(run.exit), self.end)
+
+    def _usage(self, run: _Run) -> Usage:
+        now = self.sample()
+        cpu_seconds = None
+        if now.cpu_seconds is not None and run.before.cpu_seconds is not None:
+            cpu_seconds = round(now.cpu_seconds - run.before.cpu_seconds, 6)
+        wall_seconds = round(time.monotonic() - run.started_at, 6)
+        return Usage(wall_seconds, cpu_seconds, now.memory_peak_bytes)
+
+    def _take(self, channel: Channel, message: Message) -> None:
+        for tap in tuple(self.taps):
+            tap(channel, message)
+        if channel == "iopub":
+            self._heard.set()
+        parent = parent_id(message)
+        run = self._run
+        if run is not None and run.message_id == parent:
+            if channel == "stdin" and message_type(message) == "input_request":
+                self._input_header = dict(message["header"])
+            run.last_message_at = time.monotonic()
+            run.push(run.execution.feed(channel, message))
+            if run.backlog > BACKLOG_CHARACTERS:
+                self._hold_output(True)
+        elif channel in ("shell", "control") and parent in self._waiting:
+            reply = self._waiting[parent]
+            if not reply.done():
+                reply.set_result(message)
+        elif channel == "iopub" and self.on_late is not None:
+            content = message.get("content")
+            output = output_event(message_type(message), content if content else {})
+            if output is not None:
+                self.on_late(parent, output)
+
+    def _hold_output(self, held: bool) -> None:
+        self._holding = held
+        if self._channels is not None:
+            self._channels.hold_output(held)
+
+    def _out_of_memory(self) -> None:
+        if self._run is not None:
+            self._run.out_of_memory = True
+
+    def _channels_broken(self) -> None:
+        process = self.process
+        if process is not None and process.exit is None:
+            self._spawn(self._kill_unless_it_exits(process))
+
+    async def _kill_unless_it_exits(self, process: Process) -> None:
+        try:
+            async with asyncio.timeout(BROKEN_PATIENCE):
+                await process.wait()
+        except TimeoutError:
+            log.info("kernel killed: it closed its connection", kernel_id=self.kernel_id)
+            await process.kill()
+
+    async def _watch(self, provisioner: SandboxProvisioner, process: Process) -> None:
+        ended = await process.wait()
+        await self._settle()
+        self._disconnect()
+        self._provisioner = None
+        if self._run is not None:
+            self._run.exit = ended
+            self._run.wake.set()
+        elif self.state is not State.STARTING:
+            if self.state is State.IDLE:
+                self.end = _kernel_end(ended)
+            self._move(Cause.EXITED)
+        await provisioner.cleanup()
+
+    async def _settle(self) -> None:
+        """Wait until what the kernel sent before its end has been read."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT
+        while (run := self._run) is not None and time.monotonic() < deadline:
+            seen = run.last_message_at
+            await asyncio.sleep(SETTLE_QUIET)
+            if run.last_message_at == seen and run.backlog < BACKLOG_CHARACTERS:
+                return
+
+
+def _weight(event: Event) -> int:
+    if isinstance(event, Stream):
+        return len(event.text)
+    if isinstance(event, DisplayData | UpdateDisplay | ExecuteResult):
+        return sum(len(value) for value in event.data.values() if isinstance(value, str))
+    return 0
+
+
+def _missing_notice(execution: Execution) -> Notice:
+    missing = "reply" if execution.idle else "idle status"
+    return Notice(
+        "message_missing",
+        f"The kernel's {missing} never came; the execution was ended {MISSING_PATIENCE:g} s after "
+        "its last message.",
+    )
+
+
+def _ending_failure(run: _Run) -> Failure:
+    seconds = round(time.monotonic() - run.started_at, 3)
+    killed = run.exit is not None
+    kept = "Variables are gone, files are kept." if killed else "Variables are kept."
+    if run.ending == "timed_out":
+        message = f"The code was stopped after {seconds:g} s, at its time limit. {kept}"
+        return Failure(FailureCode.TIMEOUT, message, {"wall_seconds": seconds})
+    message = f"The execution was cancelled after {seconds:g} s. {kept}"
+    return Failure(FailureCode.CANCELLED, message, {"wall_seconds": seconds})
+
+
+def _death(ended: Exit) -> Failure:
+    kept = "Variables are gone, files are kept."
+    if ended.signal is not None:
+        try:
+            name = Signals(ended.signal).name
+        except ValueError:
+            name = f"signal {ended.signal}"
+        return Failure(
+            FailureCode.KERNEL_DIED,
+            f"The kernel was ended by {name} ({ended.signal}). {kept}",
+            {"signal": ended.signal, "signal_name": name},
+        )
+    if ended.exit_code is None:
+        return Failure(FailureCode.KERNEL_DIED, f"The kernel's process is gone. {kept}")
+    return Failure(
+        FailureCode.KERNEL_DIED,
+        f"The kernel exited with code {ended.exit_code} while the code was running. {kept}",
+        {"exit_code": ended.exit_code},
+    )
+
+
+def _kernel_end(ended: Exit) -> KernelEnd:
+    return KernelEnd.OUT_OF_MEMORY if ended.out_of_memory else KernelEnd.KERNEL_DIED

@@ -1,0 +1,316 @@
+"""Pool: the slots and kernels of one worker, some of them warm. Above: the owner. Below: kernel.py.
+
+A session takes a slot over for life and no slot is handed out twice. A warm slot has its file system
+mounted, its kernel started and the common libraries imported, so that taking it calls neither the
+container engine nor mount. plan.py says when to warm another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Final
+
+import structlog
+
+from kernelpool.errors import ConfigurationError, KernelPoolError, PoolExhausted
+from kernelpool.events import Output
+from kernelpool.kernel import Kernel
+from kernelpool.lifecycle import State
+from kernelpool.plan import Action, Snapshot, plan
+from kernelpool.profile import Profile
+from kernelpool.provisioner import Seat
+from kernelpool.runtime import Runtime
+from kernelpool.slot import Slot, SlotStore
+from kernelpool.workspace import Workspace
+
+log = structlog.get_logger(__name__)
+
+RETIRE_CONCURRENCY: Final = 2
+"""Slots removed at once. Unmounting takes half a second, most of it waiting."""
+
+DRAIN_TIMEOUT: Final = 30.0
+"""Seconds that closing a pool waits for its slots to be removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A session's slot, kernel and workspace."""
+
+    slot: Slot
+    kernel: Kernel
+    workspace: Workspace
+
+
+class Pool:
+    """Leases slots with kernels; an async context manager.
+
+    Args:
+        runtime: Entered by the caller, who also leaves it.
+        slots: Opened by the caller.
+        profile: What every kernel of this pool is made from.
+        owner: Id of the worker.
+        warm: Slots kept warm.
+        capacity: Slots at most.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        slots: SlotStore,
+        profile: Profile,
+        *,
+        owner: str,
+        warm: int,
+        capacity: int,
+    ) -> None:
+        self.runtime = runtime
+        self.profile = profile
+        self._slots = slots
+        self._owner = owner
+        self._target = warm
+        self._capacity = capacity
+        self._warm: list[Lease] = []
+        self._leased: dict[str, Lease] = {}
+        self._warming = 0
+        self._retiring = 0
+        self._failures = 0
+        self._last_failure_at = float("-inf")
+        self._last_execution_at = float("-inf")
+        self._short_since: float | None = None
+        self._changed = asyncio.Event()
+        self._retire_turn = asyncio.Semaphore(RETIRE_CONCURRENCY)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keeper: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        """How many slots are in which state."""
+        counts = (
+            f"{len(self._warm)} warm, {self._warming} warming, {len(self._leased)} leased, "
+            f"{self._retiring} retiring"
+        )
+        return f"<Pool {self.profile.name}: {counts}>"
+
+    async def __aenter__(self) -> Pool:
+        """Check that kernels can be made here, sweep what an earlier run left, start warming.
+
+        Raises:
+            EngineUnreachable, ImageMissing, ConfigurationError: the message names the cure.
+        """
+        await self.runtime.check(self.profile)
+        await self.sweep()
+        self._keeper = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Remove every slot, leased ones too."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+        for session_id in list(self._leased):
+            self.release(session_id)
+        while self._warm:
+            self._retire(self._warm.pop())
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=DRAIN_TIMEOUT)
+
+    async def sweep(self) -> list[str]:
+        """Remove the processes and slots of this worker that no lease holds; their names."""
+        kept = {lease.slot.id for lease in (*self._leased.values(), *self._warm)}
+        removed = []
+        for process in await self.runtime.owned():
+            if process.owner == self._owner and process.slot_id not in kept:
+                await self.runtime.discard(process.id)
+                removed.append(process.name)
+        removed += await self._slots.sweep(kept)
+        if removed:
+            log.info("orphans swept", count=len(removed))
+        return removed
+
+    async def lease(
+        self,
+        session_id: str,
+        *,
+        memory_bytes: int | None = None,
+        on_late: Callable[[str, Output], None] | None = None,
+    ) -> Lease:
+        """Give a session its slot: a warm one, else a new one whose kernel is still starting.
+
+        Args:
+            session_id: Holds the slot until `release`.
+            memory_bytes: Another memory limit than the profile's.
+            on_late: See `Kernel`.
+
+        Raises:
+            PoolExhausted: there are as many slots as there may be.
+            SlotError: no slot could be made.
+        """
+        while self._warm:
+            lease = self._warm.pop(0)
+            if lease.kernel.state is State.IDLE:
+                break
+            self._retire(lease)
+        else:
+            lease = await self._cold(memory_bytes or self.profile.limits.memory_bytes)
+        lease.kernel.on_late = on_late
+        self._leased[session_id] = lease
+        self._changed.set()
+        if memory_bytes is not None:
+            try:
+                await self._resize(lease, memory_bytes)
+            except BaseException:
+                self.release(session_id)
+                raise
+        return lease
+
+    def leased(self, session_id: str) -> Lease | None:
+        """The lease of a session, None when it has none here."""
+        return self._leased.get(session_id)
+
+    def release(self, session_id: str) -> asyncio.Task[None] | None:
+        """Take a session's slot back and remove it, in the background; None when it has none."""
+        lease = self._leased.pop(session_id, None)
+        return None if lease is None else self._retire(lease)
+
+    def executed(self) -> None:
+        """Take note that code runs now; warming waits for a quiet moment."""
+        self._last_execution_at = time.monotonic()
+
+    async def until_warm(self) -> None:
+        """Wait until as many slots are warm as are wanted."""
+        while len(self._warm) < self._target:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def snapshot(self) -> Snapshot:
+        """What the pool holds now."""
+        warm = sum(lease.kernel.state is State.IDLE for lease in self._warm)
+        return Snapshot(
+            target=self._target,
+            capacity=self._capacity,
+            warm=warm,
+            dead=len(self._warm) - warm,
+            warming=self._warming,
+            leased=len(self._leased),
+            retiring=self._retiring,
+            last_execution_at=self._last_execution_at,
+            short_since=self._short_since,
+            failures=self._failures,
+            last_failure_at=self._last_failure_at,
+        )
+
+    async def _keep(self) -> None:
+        while True:
+            self._changed.clear()
+            now = time.monotonic()
+            snapshot = self.snapshot()
+            short = snapshot.warm < snapshot.target
+            self._short_since = (self._short_since or now) if short else None
+            steps = plan(replace(snapshot, short_since=self._short_since), now=now)
+            for action in steps.actions:
+                self._carry_out(action)
+            if steps.look_again_at is None:
+                await self._changed.wait()
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, steps.look_again_at - now)):
+                        await self._changed.wait()
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Action.WARM:
+                self._warming += 1
+                self._spawn(self._make_warm())
+            case Action.DISCARD_DEAD:
+                dead = next(x for x in self._warm if x.kernel.state is not State.IDLE)
+                self._warm.remove(dead)
+                self._retire(dead)
+            case Action.DISCARD_SURPLUS:
+                self._retire(self._warm.pop())
+
+    async def _make_warm(self) -> None:
+        try:
+            lease = await self._new(self.profile.limits.memory_bytes)
+            try:
+                await lease.kernel.start()
+                await lease.kernel.warm()
+            except BaseException:
+                self._retire(lease)
+                raise
+            self._warm.append(lease)
+            self._failures = 0
+        except KernelPoolError as error:
+            self._failures += 1
+            self._last_failure_at = time.monotonic()
+            log.warning("slot not warmed", failures=self._failures, error=str(error))
+        finally:
+            self._warming -= 1
+            self._changed.set()
+
+    async def _cold(self, memory_bytes: int) -> Lease:
+        if not self.snapshot().room:
+            raise PoolExhausted(f"all {self._capacity} slots of this worker are taken")
+        lease = await self._new(memory_bytes)
+        self._spawn(self._start_cold(lease))
+        return lease
+
+    async def _start_cold(self, lease: Lease) -> None:
+        # The execution that finds the kernel dead starts it again and reports what it meets.
+        try:
+            await lease.kernel.start()
+        except KernelPoolError as error:
+            log.warning("kernel not started", slot_id=lease.slot.id, error=str(error))
+
+    async def _new(self, memory_bytes: int) -> Lease:
+        limits = self.profile.limits.with_memory(memory_bytes)
+        slot = await self._slots.create(limits)
+        seat = Seat(self.runtime, slot, replace(self.profile, limits=limits), self._owner)
+        kernel = Kernel(seat, str(uuid.uuid4()))
+        return Lease(slot, kernel, Workspace(slot.data, slot.uid))
+
+    async def _resize(self, lease: Lease, memory_bytes: int) -> None:
+        kernel = lease.kernel
+        if kernel.seat.profile.limits.memory_bytes == memory_bytes:
+            return
+        if not self.runtime.capabilities.resize:
+            raise ConfigurationError(f"{self.runtime.name} cannot change a kernel's memory limit")
+        if kernel.process is not None:
+            await kernel.process.resize_memory(memory_bytes)
+        limits = kernel.seat.profile.limits.with_memory(memory_bytes)
+        kernel.seat = replace(kernel.seat, profile=replace(kernel.seat.profile, limits=limits))
+
+    def _retire(self, lease: Lease) -> asyncio.Task[None]:
+        self._retiring += 1
+        return self._spawn(self._remove(lease))
+
+    async def _remove(self, lease: Lease) -> None:
+        try:
+            async with self._retire_turn:
+                await lease.kernel.close()
+                await self._slots.destroy(lease.slot)
+        except KernelPoolError as error:
+            log.warning("slot not removed", slot_id=lease.slot.id, error=str(error))
+        finally:
+            self._retiring -= 1
+            self._changed.set()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("pool task failed", error=repr(error))
