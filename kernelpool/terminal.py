@@ -1,4 +1,4 @@
-"""TerminalText: what a terminal would show of a stream of text, in flat memory and linear time.
+"""Terminal text: what a terminal would show of a stream of text, in flat memory and linear time.
 
 Above: orchestrator/transcript.py. Below: nothing.
 
@@ -50,6 +50,7 @@ _WITHOUT_EFFECT: Final = re.compile(
     "|[\x00-\x07\x0e-\x1a\x1c-\x1f\x7f]"
 )
 _WITH_EFFECT: Final = re.compile(f"\x1b{_CSI_WITH_EFFECT}|\x1b{_ESCAPE_WITH_EFFECT}|\b")
+_REDRAW: Final = re.compile("\r(?!\n)|\b|\x1b\\[[0-9;]{0,256}[A-HJKdf]")
 _UNFINISHED: Final = re.compile(f"\x1b(?:{_CSI}|({_STRING})(\x1b)?|[ -/]{{0,4}})?")
 
 
@@ -84,7 +85,7 @@ class TerminalText:
         self._tail: deque[tuple[str, int]] = deque()
         self._tail_bytes = 0
         self._dropped = 0
-        self._rendered: tuple[str, int] | None = None
+        self._rendered: tuple[str, int] | None = ("", 0)
 
     def feed(self, text: str) -> None:
         """Take the next piece, cut anywhere."""
@@ -118,16 +119,12 @@ class TerminalText:
             self._interpret(text[start : start + _BLOCK])
 
     def _interpret(self, text: str) -> None:
-        if not text.isascii():
-            text = _SURROGATE.sub("\ufffd", text)
-            text = _C1.sub(_as_escape, text)
-        text = self._unfinished + text
+        text = self._unfinished + _seven_bit(text)
         self._unfinished = ""
         if _CONTROL.search(text) is None:
             self._write(text)
             return
-        if "\x1b" in text:
-            text = self._hold_unfinished(text)
+        text, self._unfinished = _split_unfinished(text)
         if _MAYBE_WITHOUT_EFFECT.search(text) is not None:
             text = _WITHOUT_EFFECT.sub("", text)
         text = text.replace("\x0b", "\n").replace("\x0c", "\n").replace("\r\n", "\n")
@@ -142,22 +139,6 @@ class TerminalText:
                 self._apply(token)
         if position < len(text):
             self._write_with_returns(text[position:])
-
-    def _hold_unfinished(self, text: str) -> str:
-        """Keep back a sequence whose end has not come yet; what a string says is not kept."""
-        last = text.rfind("\x1b")
-        starts = [last]
-        if last == len(text) - 1 and last > 0:
-            starts.insert(0, text.rfind("\x1b", 0, last))
-        for start in starts:
-            found = _UNFINISHED.fullmatch(text, start) if start >= 0 else None
-            if found is not None:
-                string, terminator = found.groups()
-                self._unfinished = (
-                    found[0] if string is None else "\x1b" + string[0] + (terminator or "")
-                )
-                return text[:start]
-        return text
 
     def _write_with_returns(self, text: str) -> None:
         """Write text whose only controls are newlines, tabs and carriage returns."""
@@ -442,6 +423,51 @@ class TerminalText:
         return self._rendered
 
 
+class LiveText:
+    """Turns the same stream into pieces that make sense when appended one to the other.
+
+    No piece contains an escape code. Redraws within a piece are folded; where a piece goes over
+    what an earlier one showed on the same line it says so with one carriage return or with
+    backspaces, and that is all a reader need understand. What moves further up is shown again.
+    """
+
+    def __init__(self) -> None:
+        """Start at the beginning of a line."""
+        self._unfinished = ""
+        self._at_line_start = True
+
+    def feed(self, text: str) -> str:
+        """The piece to append for the next text, maybe empty."""
+        if not self._unfinished and text.isascii() and _CONTROL.search(text) is None:
+            if text:
+                self._at_line_start = text[-1] == "\n"
+            return text
+        text, self._unfinished = _split_unfinished(self._unfinished + _seven_bit(text))
+        text = _WITHOUT_EFFECT.sub("", text).replace("\r\n", "\n")
+        if text.endswith("\r"):
+            text = text.rstrip("\r")
+            self._unfinished = "\r" + self._unfinished
+        line, newline, lines = text.partition("\n")
+        backspaces = len(line) - len(line.lstrip("\b"))
+        before, returned, after = line[backspaces:].partition("\r")
+        piece = strip_ansi(before)
+        if returned:
+            mark = "" if self._at_line_start and not before else "\r"
+            piece += mark + strip_ansi(after + newline + lines)
+        else:
+            piece = strip_ansi(before + newline + lines)
+        if not self._at_line_start:
+            piece = "\b" * backspaces + piece
+        if piece:
+            self._at_line_start = piece[-1] == "\n"
+        return piece
+
+
+def redraws(text: str) -> bool:
+    """Whether the text goes back over what was written, as progress displays do."""
+    return _REDRAW.search(text) is not None
+
+
 def strip_ansi(text: str) -> str:
     """The text as a terminal would show it, of any length."""
     if text.isascii() and _CONTROL.search(text) is None:
@@ -449,6 +475,30 @@ def strip_ansi(text: str) -> str:
     terminal = TerminalText(sys.maxsize, 0)
     terminal.feed(text)
     return terminal.text()
+
+
+def clean_text(text: str) -> str:
+    """The text with lone surrogates replaced, so that it can be encoded as UTF-8."""
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+def _seven_bit(text: str) -> str:
+    return text if text.isascii() else _C1.sub(_as_escape, clean_text(text))
+
+
+def _split_unfinished(text: str) -> tuple[str, str]:
+    """Separate a sequence whose end has not come yet; what a string says is not kept."""
+    last = text.rfind("\x1b")
+    starts = [last]
+    if 0 < last == len(text) - 1:
+        starts.insert(0, text.rfind("\x1b", 0, last))
+    for start in starts:
+        found = _UNFINISHED.fullmatch(text, start) if start >= 0 else None
+        if found is not None:
+            string, terminator = found.groups()
+            unfinished = found[0] if string is None else "\x1b" + string[0] + (terminator or "")
+            return text[:start], unfinished
+    return text, ""
 
 
 def _as_escape(control: re.Match[str]) -> str:
