@@ -27,6 +27,7 @@ class FailureCode(StrEnum):
     WORKER_LOST = "worker_lost"
     OUTCOME_UNKNOWN = "outcome_unknown"
     KERNEL_START = "kernel_start"
+    INTERNAL = "internal_error"
 
 
 class KernelEnd(StrEnum):

@@ -77,7 +77,7 @@ SETTLE_TIMEOUT: Final = 2.0
 BACKLOG_CHARACTERS: Final = 4_000_000
 """Text that may wait for the consumer of an execution before iopub is no longer read."""
 
-Ending = Literal["timed_out", "cancelled"]
+Ending = Literal["timed_out", "cancelled", "failed"]
 
 
 class _Run:
@@ -88,6 +88,7 @@ class _Run:
         self.execution = Execution()
         self.wake = asyncio.Event()
         self.ending: Ending | None = None
+        self.failure: Failure | None = None
         self.started_at = time.monotonic()
         self.last_message_at = self.started_at
         self.before = before
@@ -180,6 +181,17 @@ class Kernel:
             self._move(Cause.RESTART)
             await self._start()
 
+    async def revive(self) -> None:
+        """Replace a process that has ended, ahead of the next execution.
+
+        Raises:
+            KernelStartError, EngineError: as for `start`.
+        """
+        async with self._turn:
+            if self.state is State.DEAD:
+                self._move(Cause.RESTART)
+                await self._start()
+
     async def close(self) -> None:
         """Kill the process and remove it. Idempotent."""
         self._move(Cause.CLOSE)
@@ -229,10 +241,15 @@ class Kernel:
                 if self._run is run:
                     await asyncio.shield(self._abandon(run))
 
-    async def interrupt(self) -> None:
-        """End the execution under way as cancelled: SIGINT, then a kill after the grace period."""
+    def interrupt(self, failure: Failure | None = None) -> None:
+        """End the execution under way: SIGINT, then a kill after the grace period.
+
+        Args:
+            failure: Why, for an end as `failed`; None ends it as `cancelled`.
+        """
         if self._run is not None and self._run.ending is None:
-            self._run.ending = "cancelled"
+            self._run.ending = "cancelled" if failure is None else "failed"
+            self._run.failure = failure
             self._run.wake.set()
 
     def answer_input(self, text: str) -> bool:
@@ -412,6 +429,8 @@ class Kernel:
                     await run.wake.wait()
         if killing is not None:
             await self._call_off(killing)
+        if run.out_of_memory and run.exit is None:
+            run.push([_memory_notice(self.seat.profile.limits.memory_bytes)])
         while (event := run.take()) is not None:
             yield event
         yield self._finish(run)
@@ -460,12 +479,10 @@ class Kernel:
         assert run.exit is not None
         count = run.execution.execution_count
         limits = self.seat.profile.limits
-        if run.ending == "timed_out":
-            self.end = KernelEnd.TIME_LIMIT
-            return Done("timed_out", usage, count, _ending_failure(run), self.end)
-        if run.ending == "cancelled":
-            self.end = KernelEnd.RESTARTED
-            return Done("cancelled", usage, count, _ending_failure(run), self.end)
+        if run.ending is not None:
+            timed_out = run.ending == "timed_out"
+            self.end = KernelEnd.TIME_LIMIT if timed_out else KernelEnd.RESTARTED
+            return Done(run.ending, usage, count, _ending_failure(run), self.end)
         self.end = _kernel_end(run.exit)
         if run.exit.out_of_memory:
             peak = max(usage.memory_peak_bytes or 0, limits.memory_bytes)
@@ -573,7 +590,18 @@ def _missing_notice(execution: Execution) -> Notice:
     )
 
 
+def _memory_notice(limit_bytes: int) -> Notice:
+    return Notice(
+        FailureCode.OUT_OF_MEMORY.value,
+        f"A process of the code was ended: all {limit_bytes:,} bytes of memory were used. "
+        "The kernel lives on.",
+        {"limit_bytes": limit_bytes},
+    )
+
+
 def _ending_failure(run: _Run) -> Failure:
+    if run.failure is not None:
+        return run.failure
     seconds = round(time.monotonic() - run.started_at, 3)
     killed = run.exit is not None
     kept = "Variables are gone, files are kept." if killed else "Variables are kept."

@@ -1,8 +1,8 @@
 """Pool: the slots and kernels of one worker, some of them warm. Above: the owner. Below: kernel.py.
 
-A session takes a slot over for life and no slot is handed out twice. A warm slot has its file system
-mounted, its kernel started and the common libraries imported, so that taking it calls neither the
-container engine nor mount. plan.py says when to warm another.
+A session takes a slot over for life and no slot is handed out twice. A warm slot has its file
+system mounted, its kernel started and the common libraries imported, so that taking it calls
+neither the container engine nor mount. plan.py says when to warm another.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, Final
 
 import structlog
 
-from kernelpool.errors import ConfigurationError, KernelPoolError, PoolExhausted
+from kernelpool.errors import KernelPoolError, PoolExhausted
 from kernelpool.events import Output
 from kernelpool.kernel import Kernel
 from kernelpool.lifecycle import State
 from kernelpool.plan import Action, Snapshot, plan
-from kernelpool.profile import Profile
+from kernelpool.profile import Limits, Profile
 from kernelpool.provisioner import Seat
 from kernelpool.runtime import Runtime
 from kernelpool.slot import Slot, SlotStore
@@ -155,22 +155,18 @@ class Pool:
             PoolExhausted: there are as many slots as there may be.
             SlotError: no slot could be made.
         """
-        while self._warm:
-            lease = self._warm.pop(0)
-            if lease.kernel.state is State.IDLE:
-                break
-            self._retire(lease)
-        else:
-            lease = await self._cold(memory_bytes or self.profile.limits.memory_bytes)
+        limits = self.profile.limits
+        if memory_bytes is not None:
+            limits = limits.with_memory(memory_bytes)
+        lease = self._take_warm(limits) or await self._cold(limits)
         lease.kernel.on_late = on_late
         self._leased[session_id] = lease
         self._changed.set()
-        if memory_bytes is not None:
-            try:
-                await self._resize(lease, memory_bytes)
-            except BaseException:
-                self.release(session_id)
-                raise
+        try:
+            await self._resize(lease, limits)
+        except BaseException:
+            self.release(session_id)
+            raise
         return lease
 
     def leased(self, session_id: str) -> Lease | None:
@@ -240,7 +236,7 @@ class Pool:
 
     async def _make_warm(self) -> None:
         try:
-            lease = await self._new(self.profile.limits.memory_bytes)
+            lease = await self._new(self.profile.limits)
             try:
                 await lease.kernel.start()
                 await lease.kernel.warm()
@@ -257,10 +253,20 @@ class Pool:
             self._warming -= 1
             self._changed.set()
 
-    async def _cold(self, memory_bytes: int) -> Lease:
+    def _take_warm(self, limits: Limits) -> Lease | None:
+        if limits != self.profile.limits and not self.runtime.capabilities.resize:
+            return None
+        while self._warm:
+            lease = self._warm.pop(0)
+            if lease.kernel.state is State.IDLE:
+                return lease
+            self._retire(lease)
+        return None
+
+    async def _cold(self, limits: Limits) -> Lease:
         if not self.snapshot().room:
             raise PoolExhausted(f"all {self._capacity} slots of this worker are taken")
-        lease = await self._new(memory_bytes)
+        lease = await self._new(limits)
         self._spawn(self._start_cold(lease))
         return lease
 
@@ -271,22 +277,18 @@ class Pool:
         except KernelPoolError as error:
             log.warning("kernel not started", slot_id=lease.slot.id, error=str(error))
 
-    async def _new(self, memory_bytes: int) -> Lease:
-        limits = self.profile.limits.with_memory(memory_bytes)
+    async def _new(self, limits: Limits) -> Lease:
         slot = await self._slots.create(limits)
         seat = Seat(self.runtime, slot, replace(self.profile, limits=limits), self._owner)
         kernel = Kernel(seat, str(uuid.uuid4()))
         return Lease(slot, kernel, Workspace(slot.data, slot.uid))
 
-    async def _resize(self, lease: Lease, memory_bytes: int) -> None:
+    async def _resize(self, lease: Lease, limits: Limits) -> None:
         kernel = lease.kernel
-        if kernel.seat.profile.limits.memory_bytes == memory_bytes:
+        if kernel.seat.profile.limits == limits:
             return
-        if not self.runtime.capabilities.resize:
-            raise ConfigurationError(f"{self.runtime.name} cannot change a kernel's memory limit")
         if kernel.process is not None:
-            await kernel.process.resize_memory(memory_bytes)
-        limits = kernel.seat.profile.limits.with_memory(memory_bytes)
+            await kernel.process.resize_memory(limits.memory_bytes)
         kernel.seat = replace(kernel.seat, profile=replace(kernel.seat.profile, limits=limits))
 
     def _retire(self, lease: Lease) -> asyncio.Task[None]:
