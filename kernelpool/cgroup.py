@@ -113,41 +113,6 @@ class Cgroup:
     def __repr__(self) -> str:
         return f"<Cgroup v{self.version} {self._path('memory')}>"
 
-    @classmethod
-    def of_process(cls, pid: int) -> Self | None:
-        """The group a process is in; None when it ended or the host has no groups."""
-        hierarchies = Hierarchies.of_host()
-        membership = _read(Path(f"/proc/{pid}/cgroup"))
-        if hierarchies is None or membership is None:
-            return None
-        paths = hierarchies.groups(membership)
-        return cls(hierarchies.version, paths) if paths else None
-
-    @classmethod
-    def of_container(cls, container_id: str, *, pid: int | None = None) -> Self | None:
-        """The group of a Docker container, whichever driver named it.
-
-        Args:
-            container_id: the full id.
-            pid: the container's first process as the engine tells it (`State.Pid`), which finds
-                the group whatever its parent is called; without it the default names are tried.
-        """
-        if pid:
-            group = cls.of_process(pid)
-            if group is not None and any(container_id in str(p) for p in group.paths.values()):
-                return group
-        hierarchies = Hierarchies.of_host()
-        if hierarchies is None:
-            return None
-        names = (f"docker/{container_id}", f"system.slice/docker-{container_id}.scope")
-        paths = {
-            controller: mount.point / name
-            for controller, mount in hierarchies.mounts.items()
-            for name in names
-            if (mount.point / name).is_dir()
-        }
-        return cls(hierarchies.version, paths) if paths else None
-
     def sample(self) -> Sample:
         """What the group uses now."""
         used = self._number("memory", "memory.usage_in_bytes", "memory.current")
@@ -291,6 +256,41 @@ class Cgroup:
                 return int(os.pread(self._peak_fd, 64, 0))
             return None
         return self._number("memory", "memory.max_usage_in_bytes", "memory.peak")
+
+
+def of_process(pid: int) -> Cgroup | None:
+    """The group a process is in; None when it ended or the host has no groups."""
+    hierarchies = Hierarchies.of_host()
+    membership = _read(Path(f"/proc/{pid}/cgroup"))
+    if hierarchies is None or membership is None:
+        return None
+    paths = hierarchies.groups(membership)
+    return Cgroup(hierarchies.version, paths) if paths else None
+
+
+def of_container(container_id: str, *, pid: int | None = None) -> Cgroup | None:
+    """The group of a Docker container, whichever driver named it.
+
+    Args:
+        container_id: the full id.
+        pid: the container's first process as the engine tells it (`State.Pid`), which finds the
+            group whatever its parent is called; without it the default names are tried.
+    """
+    if pid:
+        group = of_process(pid)
+        if group is not None and any(container_id in str(p) for p in group.paths.values()):
+            return group
+    hierarchies = Hierarchies.of_host()
+    if hierarchies is None:
+        return None
+    names = (f"docker/{container_id}", f"system.slice/docker-{container_id}.scope")
+    paths = {
+        controller: path
+        for controller, mount in hierarchies.mounts.items()
+        for name in names
+        if _read((path := mount.point / name) / "cgroup.procs") is not None
+    }
+    return Cgroup(hierarchies.version, paths) if paths else None
 
 
 class CgroupTree:
