@@ -104,12 +104,16 @@ class Container:
         self._run_directory = run_directory
         self._ended = asyncio.Event()
         self._out_of_memory_at = float("-inf")
-        self._cgroup = cgroup.of_container(container_id)
+        self._cgroup: cgroup.Cgroup | None = None
 
     def __repr__(self) -> str:
         """The id as `docker ps` shows it, and whether it runs."""
         state = "running" if self.exit is None else f"exit {self.exit.exit_code}"
         return f"<Container {self.id[:12]}: {state}>"
+
+    async def find_cgroup(self, pid: int | None = None) -> None:
+        """Look where the container's resources are accounted, once it runs."""
+        self._cgroup = await to_thread.run_sync(partial(cgroup.of_container, self.id, pid=pid))
 
     async def wait(self) -> Exit:
         """Wait until it has ended."""
@@ -299,6 +303,7 @@ class DockerRuntime:
             self.forget(container)
             await asyncio.shield(asyncio.ensure_future(self.discard(container_id)))
             raise
+        await container.find_cgroup()
         return container
 
     async def adopt(self, process_id: str) -> Process | None:
@@ -316,6 +321,7 @@ class DockerRuntime:
         )
         container = Container(self, found["Id"], run_directory)
         self._containers[container.id] = container
+        await container.find_cgroup(found["State"]["Pid"])
         await self.refresh(container)
         return container if container.exit is None else None
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from signal import SIGCONT, SIGINT, Signals
 from typing import Any, Final, Literal
 
@@ -209,7 +209,7 @@ class Kernel:
         timeout: float,
         stdin: bool = False,
         reset: bool = False,
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event]:
         """Run code; the last event is `Done`. One execution at a time, others wait their turn.
 
         A kernel whose process has ended gets a new one first.

@@ -1,0 +1,102 @@
+"""Which runtime serves on this host, and why. Above: the composition root. Below: both runtimes.
+
+`auto` takes Docker when an engine answers and has the image, else bubblewrap; either says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from kernelpool import environment, recipe
+from kernelpool.container import DockerRuntime
+from kernelpool.errors import ConfigurationError, EngineError, KernelPoolError
+from kernelpool.profile import Profile
+from kernelpool.runtime import Runtime
+from kernelpool.sandbox import BubblewrapRuntime
+
+RuntimeName = Literal["auto", "docker", "bubblewrap"]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSettings:
+    """What the choice depends on."""
+
+    runtime: RuntimeName
+    state_directory: Path
+    owner: str
+    """Id of the worker."""
+    profile: Profile
+    docker_host: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A runtime that passed its check, with the profile made to fit it."""
+
+    runtime: Runtime
+    profile: Profile
+    reason: str
+    """One sentence for the log and for `doctor`."""
+
+
+@asynccontextmanager
+async def open_runtime(settings: RuntimeSettings) -> AsyncIterator[Chosen]:
+    """The runtime that serves here, entered and checked.
+
+    Raises:
+        EngineUnreachable, ImageMissing, ConfigurationError: none can; the message names the cure.
+    """
+    async with AsyncExitStack() as stack:
+        if settings.runtime == "docker":
+            yield await _docker(settings, stack, "asked for")
+            return
+        if settings.runtime == "bubblewrap":
+            yield await _bubblewrap(settings, stack, "asked for")
+            return
+        try:
+            chosen = await _docker(settings, stack, "an engine answers and has the image")
+        except EngineError as error:
+            chosen = await _bubblewrap(settings, stack, f"Docker cannot be used: {error}")
+        yield chosen
+
+
+async def _docker(settings: RuntimeSettings, stack: AsyncExitStack, why: str) -> Chosen:
+    async with AsyncExitStack() as trial:
+        runtime = await trial.enter_async_context(
+            DockerRuntime(
+                owner=settings.owner,
+                address=settings.docker_host,
+                seccomp=recipe.directory() / "seccomp.json",
+            )
+        )
+        profile = replace(settings.profile, runtime="docker")
+        await runtime.check(profile)
+        stack.push_async_exit(trial.pop_all())
+    return Chosen(runtime, profile, f"docker: {why}")
+
+
+async def _bubblewrap(settings: RuntimeSettings, stack: AsyncExitStack, why: str) -> Chosen:
+    found = environment.find(environment_directory(settings.state_directory))
+    if found is None:
+        raise ConfigurationError(
+            "there is no environment for kernels: `kernelpool image build --runtime bubblewrap` "
+            f"makes it. bubblewrap: {why}"
+        )
+    runtime = await stack.enter_async_context(
+        BubblewrapRuntime(state_directory=settings.state_directory / "sandboxes")
+    )
+    profile = replace(settings.profile, runtime="bubblewrap", image=str(found))
+    try:
+        await runtime.check(profile)
+    except KernelPoolError as error:
+        raise ConfigurationError(f"{error}. bubblewrap: {why}") from error
+    return Chosen(runtime, profile, f"bubblewrap: {why}")
+
+
+def environment_directory(state_directory: Path) -> Path:
+    """Where environments for bubblewrap kernels are kept."""
+    return state_directory / "environments"

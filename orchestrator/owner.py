@@ -1,0 +1,294 @@
+"""Owner: the sessions of one host. The only writer of execution records and event logs.
+
+Above: routes/, in this process or through a worker a hop away; reaper.py. Below: live_session.py,
+kernelpool's pool, the store. Implements `Dispatcher`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Final
+
+import structlog
+
+from kernelpool import (
+    MEMORY_TIERS,
+    FailureCode,
+    KernelPoolError,
+    NameRefused,
+    Pool,
+    PoolExhausted,
+    clean_name,
+)
+from kernelpool import WorkspaceFull as DiskFull
+from orchestrator.artifacts import Artifacts, ArtifactStoreError
+from orchestrator.dispatch import FileContent
+from orchestrator.errors import (
+    BadRequest,
+    NoSlot,
+    ServiceError,
+    SessionExpired,
+    TierTooLarge,
+    Unavailable,
+    WorkspaceFull,
+)
+from orchestrator.executions import (
+    Execution,
+    ExecutionEvent,
+    ExecutionOrder,
+    ExecutionStatus,
+)
+from orchestrator.live_session import LiveSession
+from orchestrator.session_files import stored_content
+from orchestrator.sessions import EndReason, Session, SessionFile, SessionOrder, SessionStatus
+from orchestrator.store import Store
+
+log = structlog.get_logger(__name__)
+
+SLOT_RETRY: Final = 5.0
+"""Seconds after which a caller that found no slot may try again."""
+
+CLOSE_TIMEOUT: Final = 60.0
+"""Seconds that the end of the process waits for sessions to be archived."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLimits:
+    """What callers may ask of one host."""
+
+    max_lifetime: float | None
+    """Seconds; None is no limit."""
+    tenant_sessions: int | None
+    """Running sessions per tenant; None is no limit."""
+    queue: int
+    """Executions that may wait in one session."""
+    upload_bytes: int
+    host_memory_bytes: int
+
+
+class Owner:
+    """Runs the sessions of this host; an async context manager.
+
+    Args:
+        worker_id: Marks the sessions that are ours.
+        pool: Entered by the caller.
+        store: Opened by the caller.
+        artifacts: Where bytes go that outlive their session.
+        limits: What callers may ask.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        pool: Pool,
+        store: Store,
+        artifacts: Artifacts,
+        limits: OwnerLimits,
+    ) -> None:
+        self._worker_id = worker_id
+        self._pool = pool
+        self._store = store
+        self._artifacts = artifacts
+        self._limits = limits
+        self._live: dict[str, LiveSession] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        """How many sessions live here."""
+        return f"<Owner {self._worker_id}: {len(self._live)} live>"
+
+    async def __aenter__(self) -> Owner:
+        """End the sessions that an earlier run of this worker left without a kernel."""
+        for session in await self._store.sessions_of(self._worker_id):
+            await self._fail_unfinished(session.id)
+            await self._store.end_session(session.id, EndReason.WORKER_LOST, epoch=session.epoch)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End every session as drained and wait until all is stored and removed."""
+        for session_id in list(self._live):
+            try:
+                await self.close(session_id, reason=EndReason.DRAINED)
+            except ServiceError as error:
+                log.warning("session not ended", session_id=session_id, error=error.message)
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=CLOSE_TIMEOUT)
+
+    async def open(self, order: SessionOrder) -> Session:
+        """Make a session on a slot of this host; see `Dispatcher`."""
+        memory_bytes = MEMORY_TIERS[order.memory_limit]
+        if memory_bytes > self._limits.host_memory_bytes:
+            raise TierTooLarge(
+                f"memory_limit {order.memory_limit} is more than this host's "
+                f"{self._limits.host_memory_bytes:,} bytes.",
+                param="memory_limit",
+            )
+        session_id = f"cntr_{secrets.token_hex(24)}"
+        session = await self._store.create_session(
+            session_id,
+            order,
+            worker_id=self._worker_id,
+            max_lifetime=self._limits.max_lifetime,
+            tenant_limit=self._limits.tenant_sessions,
+        )
+        try:
+            lease = await self._pool.lease(session_id, memory_bytes=memory_bytes)
+        except KernelPoolError as error:
+            await self._store.end_session(session_id, EndReason.DELETED, epoch=session.epoch)
+            await self._store.forget_session(session_id)
+            if isinstance(error, PoolExhausted):
+                raise NoSlot(f"No free slot: {error}.", retry_after=SLOT_RETRY) from error
+            raise Unavailable(f"No slot could be made: {error}", retry_after=SLOT_RETRY) from error
+        self._live[session_id] = LiveSession(
+            session,
+            lease,
+            pool=self._pool,
+            store=self._store,
+            artifacts=self._artifacts,
+            queue_limit=self._limits.queue,
+        )
+        return session
+
+    async def close(self, session_id: str, *, reason: EndReason) -> None:
+        """End a session; its slot is emptied in the background. See `Dispatcher`."""
+        session = await self._store.get_session(session_id, None)
+        await self._store.end_session(session_id, reason, epoch=session.epoch)
+        live = self._live.pop(session_id, None)
+        if reason is EndReason.DELETED:
+            artifacts = await self._store.forget_session(session_id)
+            self._spawn(self._drop(session_id, live, artifacts))
+        elif live is not None:
+            self._spawn(self._wind_up(session_id, live))
+
+    @asynccontextmanager
+    async def execute(
+        self, session_id: str, order: ExecutionOrder
+    ) -> AsyncIterator[AsyncIterator[ExecutionEvent]]:
+        """Run code; see `Dispatcher`."""
+        live = await self._find(session_id)
+        job = await live.submit(order)
+        if isinstance(job, Execution):
+            yield self._store.event_log.follow(job.id)
+            return
+        try:
+            yield job.follow()
+        finally:
+            if not order.background:
+                live.abandon(job)
+
+    async def cancel(self, session_id: str, execution_id: str) -> Execution:
+        """Interrupt or drop an execution; see `Dispatcher`."""
+        live = self._live.get(session_id)
+        if live is None:
+            return await self._store.get_execution(session_id, execution_id)
+        return await live.cancel(execution_id)
+
+    async def answer_input(self, session_id: str, execution_id: str, text: str) -> Execution:
+        """Hand over a line of input; see `Dispatcher`."""
+        live = await self._find(session_id)
+        return await live.answer_input(execution_id, text)
+
+    async def restart(self, session_id: str) -> Session:
+        """A new kernel on the same files; see `Dispatcher`."""
+        live = await self._find(session_id)
+        try:
+            await live.restart()
+        except KernelPoolError as error:
+            raise Unavailable(f"The kernel did not start: {error}") from error
+        return await self._store.get_session(session_id, None)
+
+    async def put_file(
+        self, session_id: str, name: str, chunks: AsyncIterator[bytes]
+    ) -> SessionFile:
+        """Write an upload; see `Dispatcher`."""
+        live = await self._find(session_id)
+        try:
+            return await live.files.put(
+                clean_name(name), chunks, max_bytes=self._limits.upload_bytes
+            )
+        except NameRefused as error:
+            raise BadRequest(f"Unusable file name: {error}.", param="file") from error
+        except DiskFull as error:
+            raise WorkspaceFull(str(error), param="file") from error
+
+    @asynccontextmanager
+    async def read_file(self, session_id: str, file_id: str) -> AsyncIterator[FileContent]:
+        """Open a file, from the workspace while there is one; see `Dispatcher`."""
+        live = self._live.get(session_id)
+        if live is not None:
+            async with live.files.read(file_id) as content:
+                yield content
+            return
+        file = await self._store.get_file(session_id, file_id)
+        if file.source == "user":
+            raise SessionExpired
+        try:
+            async with stored_content(file, self._artifacts) as content:
+                yield content
+        except ArtifactStoreError as error:
+            raise Unavailable(f"The artifact store does not answer: {error}") from error
+
+    async def delete_file(self, session_id: str, file_id: str) -> None:
+        """Remove a file; see `Dispatcher`."""
+        live = await self._find(session_id)
+        await live.files.delete(file_id)
+
+    async def _find(self, session_id: str) -> LiveSession:
+        live = self._live.get(session_id)
+        if live is None:
+            session = await self._store.get_session(session_id, None)
+            if session.status is SessionStatus.EXPIRED:
+                raise SessionExpired
+            raise Unavailable("The container's worker is not here.", retry_after=1)
+        return live
+
+    async def _fail_unfinished(self, session_id: str) -> None:
+        for execution in await self._store.unfinished_executions(session_id):
+            await self._store.finish_execution(_lost(execution))
+
+    async def _drop(self, session_id: str, live: LiveSession | None, artifacts: list[str]) -> None:
+        if live is not None:
+            await live.stop()
+            self._pool.release(session_id)
+        try:
+            await self._artifacts.delete(artifacts)
+            await self._artifacts.delete_prefix(f"sessions/{session_id}/")
+        except ArtifactStoreError as error:
+            log.warning("bytes not deleted", session_id=session_id, error=str(error))
+
+    async def _wind_up(self, session_id: str, live: LiveSession) -> None:
+        await live.stop()
+        await live.files.archive()
+        self._pool.release(session_id)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("owner task failed", error=repr(error))
+
+
+def _lost(execution: Execution) -> Execution:
+    failure = {
+        "code": FailureCode.WORKER_LOST.value,
+        "message": "The worker that ran the code is gone; how far it came is not known.",
+    }
+    return replace(
+        execution, status=ExecutionStatus.FAILED, completed_at=time.time(), failure=failure
+    )

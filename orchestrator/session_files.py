@@ -1,0 +1,237 @@
+"""SessionFiles: the files of one session that has a slot here. Above: live_session.py, owner.py.
+
+Below: kernelpool's workspace, the store, the artifact store. Uploads and what code writes lie in
+the workspace; each is recorded in the store, and code's files are copied to the artifact store in
+the background, where they outlive the session. Heavy parts of outputs go there first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import structlog
+
+from kernelpool import (
+    DisplayData,
+    ExecuteResult,
+    FileMissing,
+    OpenFile,
+    Snapshot,
+    UpdateDisplay,
+    Workspace,
+    WorkspaceError,
+    diff,
+    display_paths,
+)
+from orchestrator.artifacts import Artifacts, ArtifactStoreError
+from orchestrator.bundles import heavy_parts
+from orchestrator.dispatch import FileContent
+from orchestrator.errors import FileNotFound, ServiceError
+from orchestrator.schema import file_object
+from orchestrator.sessions import SessionFile
+from orchestrator.store import FileWritten, Store
+
+log = structlog.get_logger(__name__)
+
+OUTPUTS: Final = "outputs"
+"""Folder of the workspace that gets a copy of each heavy output; not watched for changes."""
+
+ARTIFACT_BYTES: Final = 512 * 1024 * 1024
+"""Largest file that is kept beyond its session. Source: the hosted API's limit for a file."""
+
+Shown = DisplayData | ExecuteResult | UpdateDisplay
+
+
+class SessionFiles:
+    """The files of one session, in its workspace and in the records."""
+
+    def __init__(
+        self, session_id: str, workspace: Workspace, store: Store, artifacts: Artifacts
+    ) -> None:
+        self._session_id = session_id
+        self._workspace = workspace
+        self._store = store
+        self._artifacts = artifacts
+        self._snapshot: Snapshot | None = None
+        self._uploaded: set[str] = set()
+        self._to_store: dict[str, SessionFile] = {}
+        self._storing: asyncio.Task[None] | None = None
+
+    async def put(self, name: str, chunks: AsyncIterator[bytes], *, max_bytes: int) -> SessionFile:
+        """Write an upload to the workspace and record it.
+
+        Raises:
+            NameRefused, WorkspaceFull: nothing was changed.
+        """
+        size = await self._workspace.write(name, chunks, max_bytes=max_bytes)
+        self._uploaded.add(name)
+        (file,) = await self._store.apply_file_changes(
+            self._session_id, written=[FileWritten(name, size, "user")], removed=[]
+        )
+        return file
+
+    @asynccontextmanager
+    async def read(self, file_id: str) -> AsyncIterator[FileContent]:
+        """Open a file: as it is in the workspace, else as it was stored.
+
+        Raises:
+            FileNotFound: unknown, or gone.
+        """
+        file = await self._store.get_file(self._session_id, file_id)
+        try:
+            opened = await self._workspace.open(file.path)
+        except FileMissing:
+            async with stored_content(file, self._artifacts) as content:
+                yield content
+            return
+        async with opened:
+            yield FileContent(replace(file, bytes=opened.size), opened.size, opened.chunks())
+
+    async def delete(self, file_id: str) -> None:
+        """Remove a file from the workspace and the records.
+
+        Raises:
+            FileNotFound: unknown.
+        """
+        file = await self._store.remove_file(self._session_id, file_id)
+        self._to_store.pop(file.path, None)
+        try:
+            await self._workspace.remove(file.path)
+        except FileMissing:
+            log.debug("file was gone already", session_id=self._session_id)
+        self._uploaded.add(file.path)
+
+    async def look(self) -> None:
+        """Take the workspace as it is now for what code has not changed."""
+        if self._snapshot is None or self._uploaded:
+            self._uploaded.clear()
+            self._snapshot = await self._workspace.scan(exclude=(OUTPUTS,))
+
+    async def collect(self) -> list[dict[str, Any]]:
+        """Record what changed since the last look; container file objects with `change`."""
+        before = self._snapshot
+        self._snapshot = after = await self._workspace.scan(exclude=(OUTPUTS,))
+        if before is None:
+            return []
+        changes = diff(before, after)
+        if not (changes.created or changes.modified or changes.deleted):
+            return []
+        names = display_paths([*after.files, *changes.deleted])
+        change_of = {names[path]: "created" for path in changes.created}
+        change_of |= {names[path]: "modified" for path in changes.modified}
+        written = [
+            FileWritten(names[path], after.size(path), "assistant")
+            for path in (*changes.created, *changes.modified)
+            if names[path] not in self._uploaded
+        ]
+        removed = [names[path] for path in changes.deleted]
+        gone = [await self._store.find_file(self._session_id, path) for path in removed]
+        files = await self._store.apply_file_changes(
+            self._session_id, written=written, removed=removed
+        )
+        for file in files:
+            self._store_later(file)
+        return [
+            *(file_object(file) | {"change": change_of[file.path]} for file in files),
+            *(file_object(file) | {"change": "deleted"} for file in gone if file is not None),
+        ]
+
+    async def keep(self, event: Shown, number: str) -> tuple[Shown, str | None]:
+        """Store the heavy parts of an output and put references in their place.
+
+        Args:
+            event: The output.
+            number: Begins the files' names, such as `3-1`.
+
+        Returns:
+            The output to go on with, and a sentence when something could not be kept.
+        """
+        parts = heavy_parts(event.data)
+        if not parts:
+            return event, None
+        data = dict(event.data)
+        trouble = None
+        for place, part in enumerate(parts):
+            suffix = f"-{place}" if place else ""
+            path = f"{OUTPUTS}/{number}{suffix}{part.extension}"
+            key = f"sessions/{self._session_id}/outputs/{number}{suffix}{part.extension}"
+            try:
+                await self._artifacts.put(key, part.content)
+                stored: str | None = key
+            except ArtifactStoreError as error:
+                stored, trouble = None, f"The artifact store did not take {path}: {error}"
+            try:
+                await self._workspace.copy_in(path, part.content)
+            except WorkspaceError as error:
+                trouble = trouble or f"No copy of {path} in the workspace: {error}"
+            (file,) = await self._store.apply_file_changes(
+                self._session_id,
+                written=[FileWritten(path, len(part.content), "assistant", stored)],
+                removed=[],
+            )
+            data[part.mime] = {"file_id": file.id, "bytes": file.bytes}
+        return replace(event, data=data), trouble
+
+    async def settle(self) -> None:
+        """Wait until everything that is to outlive the session is stored."""
+        while self._storing is not None and not self._storing.done():
+            await asyncio.wait([self._storing])
+
+    async def archive(self) -> None:
+        """Store every file of the workspace that is not stored yet, within the size limit."""
+        await self.settle()
+
+        async def store(path: str, opened: OpenFile) -> None:
+            shown = display_paths([path])[path]
+            file = await self._store.find_file(self._session_id, shown)
+            if file is not None and file.artifact is None:
+                await self._store_file(file, opened)
+
+        try:
+            archived = await self._workspace.archive(
+                store, max_bytes=ARTIFACT_BYTES, exclude=(OUTPUTS,)
+            )
+        except (ArtifactStoreError, ServiceError, OSError) as error:
+            log.warning("workspace not archived", session_id=self._session_id, error=str(error))
+            return
+        if archived.skipped:
+            log.info("files skipped", session_id=self._session_id, count=len(archived.skipped))
+
+    def _store_later(self, file: SessionFile) -> None:
+        self._to_store[file.path] = file
+        if self._storing is None or self._storing.done():
+            self._storing = asyncio.create_task(self._store_all())
+
+    async def _store_all(self) -> None:
+        while self._to_store:
+            path, file = self._to_store.popitem()
+            try:
+                async with await self._workspace.open(path) as opened:
+                    if opened.size <= ARTIFACT_BYTES:
+                        await self._store_file(file, opened)
+            except FileMissing:
+                continue
+            except (ArtifactStoreError, ServiceError, OSError) as error:
+                log.warning("file not stored", session_id=self._session_id, error=str(error))
+
+    async def _store_file(self, file: SessionFile, opened: OpenFile) -> None:
+        key = f"sessions/{self._session_id}/files/{file.id}"
+        await self._artifacts.put(key, opened.chunks())
+        await self._store.set_artifact(self._session_id, file.id, key)
+
+
+@asynccontextmanager
+async def stored_content(file: SessionFile, artifacts: Artifacts) -> AsyncIterator[FileContent]:
+    """A file as the artifact store has it.
+
+    Raises:
+        FileNotFound: it was never stored, or its retention time is over.
+    """
+    size = await artifacts.size(file.artifact) if file.artifact is not None else None
+    if file.artifact is None or size is None:
+        raise FileNotFound(file.id)
+    yield FileContent(replace(file, bytes=size), size, artifacts.stream(file.artifact))
