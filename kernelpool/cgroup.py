@@ -334,6 +334,14 @@ class CgroupTree:
                 base = path / "kernelpool"
         return cls(2, {UNIFIED: base}) if base else None
 
+    @property
+    def bounds_cpu(self) -> bool:
+        """Whether processor time can be bounded too."""
+        if self.version == 1:
+            return "cpu" in self._bases
+        available = _read(self._bases[UNIFIED].parent / "cgroup.controllers") or ""
+        return "cpu" in available.split()
+
     def create(self, owner: str, name: str) -> Cgroup:
         """Make a group.
 

@@ -121,6 +121,16 @@ def namespace_pid(pid: int) -> int | None:
     return None
 
 
+def status_bytes(pid: int, *keys: str) -> dict[str, int]:
+    """Sizes from `/proc/<pid>/status`; 0 where it does not say."""
+    sizes = dict.fromkeys(keys, 0)
+    for line in (read_file(f"/proc/{pid}/status") or b"").decode(errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        if key in sizes:
+            sizes[key] = int(value.split()[0]) * 1024
+    return sizes
+
+
 def first_child(init: int) -> int | None:
     """The kernel process: what a namespace's init started first, so that its id there is 2."""
     return next((pid for pid in children(init) if namespace_pid(pid) == 2), None)
@@ -400,6 +410,7 @@ def _become_sandbox(plan: Plan, *, text: int, status: int, release: int) -> NoRe
         for destination, content in plan["files"].items():
             source = str(_in_memory(content.encode()))
             options += ["--perms", "0444", "--ro-bind-data", source, destination]
+        options += ["--remount-ro", "/"]
         # Options on a descriptor: the command line of the namespace's init is seen inside.
         arguments = _in_memory(b"".join(f"{o}\0".encode() for o in [*plan["options"], *options]))
         for descriptor in (status, release):
