@@ -108,6 +108,14 @@ class TerminalText:
         """How many characters are left out between head and tail."""
         return self._render()[1]
 
+    @property
+    def after_cursor(self) -> int:
+        """How many characters of the last line lie at or behind the cursor, if it is there."""
+        self._catch_up()
+        if not self._rows or self._y != len(self._rows) - 1:
+            return 0
+        return max(0, _columns(self._rows[-1]) - self._x)
+
     def _catch_up(self) -> None:
         if not self._waiting:
             return
@@ -197,8 +205,7 @@ class TerminalText:
         """Whether what is written now comes after everything that is shown."""
         if self._y != len(self._rows) - 1:
             return not self._rows and self._y == self._x == 0
-        row = self._rows[-1]
-        return self._x == (len(row) if isinstance(row, str) else len(row) // 4)
+        return self._x == _columns(self._rows[-1])
 
     def _settle_all_but_window(self, text: str) -> str:
         """Settle the window and as much of what comes next as will scroll away at once."""
@@ -428,7 +435,8 @@ class LiveText:
 
     No piece contains an escape code. Redraws within a piece are folded; where a piece goes over
     what an earlier one showed on the same line it says so with one carriage return or with
-    backspaces, and that is all a reader need understand. What moves further up is shown again.
+    backspaces, and that is all a reader need understand. What moves further up is shown again, and
+    what an unfinished redraw has not reached yet is left for it to write.
     """
 
     def __init__(self) -> None:
@@ -450,12 +458,11 @@ class LiveText:
         line, newline, lines = text.partition("\n")
         backspaces = len(line) - len(line.lstrip("\b"))
         before, returned, after = line[backspaces:].partition("\r")
-        piece = strip_ansi(before)
         if returned:
             mark = "" if self._at_line_start and not before else "\r"
-            piece += mark + strip_ansi(after + newline + lines)
+            piece = strip_ansi(before) + mark + _up_to_cursor(after + newline + lines)
         else:
-            piece = strip_ansi(before + newline + lines)
+            piece = _up_to_cursor(before + newline + lines)
         if not self._at_line_start:
             piece = "\b" * backspaces + piece
         if piece:
@@ -465,6 +472,8 @@ class LiveText:
 
 def redraws(text: str) -> bool:
     """Whether the text goes back over what was written, as progress displays do."""
+    if "\r" not in text and "\x1b" not in text and "\b" not in text:
+        return False
     return _REDRAW.search(text) is not None
 
 
@@ -475,6 +484,16 @@ def strip_ansi(text: str) -> str:
     terminal = TerminalText(sys.maxsize, 0)
     terminal.feed(text)
     return terminal.text()
+
+
+def _up_to_cursor(text: str) -> str:
+    """The text as a terminal would show it, its last line only as far as it is rewritten."""
+    if text.isascii() and _CONTROL.search(text) is None:
+        return text
+    terminal = TerminalText(sys.maxsize, 0)
+    terminal.feed(text)
+    shown = terminal.text()
+    return shown[: len(shown) - terminal.after_cursor]
 
 
 def clean_text(text: str) -> str:
@@ -513,6 +532,10 @@ def _overlay(redraws: list[str]) -> str:
         if len(earlier) > len(shown):
             shown += earlier[len(shown) :]
     return shown
+
+
+def _columns(row: str | bytearray) -> int:
+    return len(row) if isinstance(row, str) else len(row) // 4
 
 
 def _join(rows: list[str | bytearray], wrapped: list[bool]) -> str:
