@@ -81,7 +81,7 @@ def openat2(directory: int, path: str, flags: int) -> int:
 
 def walk_open(directory: int, path: str, flags: int) -> int:
     """`open_beneath` one name at a time."""
-    *parents, last = path.split("/")
+    *parents, last = path.rstrip("/").split("/")
     if ".." in parents or last == ".." or path.startswith("/"):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
     at = directory
