@@ -28,6 +28,7 @@ import requests.exceptions
 import structlog
 from anyio import CapacityLimiter, to_thread
 from docker.types import LogConfig, Ulimit
+from docker.utils import kwargs_from_env
 
 from kernelpool import cgroup
 from kernelpool.errors import (
@@ -91,6 +92,11 @@ def _translated() -> Iterator[None]:
             f"no Docker Engine answers ({error}). Start it, or allow this user to open its socket "
             "(group `docker`), or choose another with DOCKER_HOST"
         ) from error
+
+
+def _client(address: str | None) -> Any:
+    where = kwargs_from_env() if address is None else {"base_url": address}
+    return docker.APIClient(**where, version="auto", timeout=ENGINE_TIMEOUT, num_pools=ENGINE_CALLS)
 
 
 class Container:
@@ -209,7 +215,7 @@ class DockerRuntime:
     """The Docker Engine as a `Runtime`.
 
     Args:
-        address: The engine's address; None takes Docker's default socket.
+        address: The engine's address; None goes by DOCKER_HOST and its kin, else Docker's socket.
         seccomp: Path of the seccomp profile; None takes the engine's own.
         owner: Id of the worker; only its containers' events are followed.
     """
@@ -228,7 +234,7 @@ class DockerRuntime:
     def __init__(
         self, *, owner: str, address: str | None = None, seccomp: Path | None = None
     ) -> None:
-        self._address = address or "unix:///var/run/docker.sock"
+        self._address = address
         self._seccomp_path = seccomp
         self._seccomp = ""
         self._owner = owner
@@ -245,9 +251,7 @@ class DockerRuntime:
         """
 
         def connect() -> Any:
-            client = docker.APIClient(
-                self._address, version="auto", timeout=ENGINE_TIMEOUT, num_pools=ENGINE_CALLS
-            )
+            client = _client(self._address)
             client.ping()
             return client
 
@@ -451,7 +455,7 @@ class EventThread(threading.Thread):
 
     def __init__(
         self,
-        address: str,
+        address: str | None,
         owner: str,
         take: Callable[[dict[str, Any]], None],
         reconnected: Callable[[], None],
@@ -474,9 +478,7 @@ class EventThread(threading.Thread):
         }
         while not self._stopping.is_set():
             try:
-                client: Any = docker.APIClient(
-                    self._address, version="auto", timeout=ENGINE_TIMEOUT
-                )
+                client = _client(self._address)
                 self._stream = client.events(decode=True, filters=filters)
                 self._call(self._reconnected)
                 for event in self._stream:

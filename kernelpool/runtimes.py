@@ -30,7 +30,8 @@ class RuntimeSettings:
     owner: str
     """Id of the worker."""
     profile: Profile
-    docker_host: str | None = None
+    environments: Path
+    """Where environments for bubblewrap kernels are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +65,22 @@ async def open_runtime(settings: RuntimeSettings) -> AsyncIterator[Chosen]:
         yield chosen
 
 
+async def docker_usable(image: str) -> bool:
+    """Whether a Docker Engine answers and has the image."""
+    try:
+        async with DockerRuntime(owner="look") as runtime:
+            await runtime.check(Profile(image=image))
+    except KernelPoolError:
+        return False
+    return True
+
+
 async def _docker(settings: RuntimeSettings, stack: AsyncExitStack, why: str) -> Chosen:
     async with AsyncExitStack() as trial:
         runtime = await trial.enter_async_context(
             DockerRuntime(
                 owner=settings.owner,
-                address=settings.docker_host,
-                seccomp=recipe.directory() / "seccomp.json",
+                seccomp=recipe.IMAGES / "seccomp.json",
             )
         )
         profile = replace(settings.profile, runtime="docker")
@@ -80,7 +90,7 @@ async def _docker(settings: RuntimeSettings, stack: AsyncExitStack, why: str) ->
 
 
 async def _bubblewrap(settings: RuntimeSettings, stack: AsyncExitStack, why: str) -> Chosen:
-    found = environment.find(environment_directory(settings.state_directory))
+    found = environment.find(settings.environments)
     if found is None:
         raise ConfigurationError(
             "there is no environment for kernels: `kernelpool image build --runtime bubblewrap` "
@@ -95,8 +105,3 @@ async def _bubblewrap(settings: RuntimeSettings, stack: AsyncExitStack, why: str
     except KernelPoolError as error:
         raise ConfigurationError(f"{error}. bubblewrap: {why}") from error
     return Chosen(runtime, profile, f"bubblewrap: {why}")
-
-
-def environment_directory(state_directory: Path) -> Path:
-    """Where environments for bubblewrap kernels are kept."""
-    return state_directory / "environments"

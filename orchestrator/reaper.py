@@ -27,7 +27,7 @@ RETENTION_INTERVAL: Final = 60.0
 
 
 async def reap(store: Store, dispatcher: Dispatcher, artifacts: Artifacts) -> None:
-    """End sessions as they fall due, and forget them when their retention is over; never returns."""
+    """End sessions as they fall due, forget them when their retention is over; never returns."""
     loop = asyncio.get_running_loop()
     forget_at = loop.time()
     while True:
