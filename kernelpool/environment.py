@@ -38,11 +38,10 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 
 def inputs_hash() -> str:
     """Return the hash of everything that decides what the environment is."""
-    return recipe.fingerprint(recipe.startup_files(), packages_hash())
+    return recipe.fingerprint(recipe.startup_files(), _packages_hash())
 
 
-def packages_hash() -> str:
-    """Return the hash of what decides which packages are in it, start-up code apart."""
+def _packages_hash() -> str:
     facts = (sys.version, sys.base_prefix, recipe.machine())
     return recipe.fingerprint(recipe.package_files(), "environment", *facts)
 
@@ -71,16 +70,17 @@ async def build_environment(directory: Path, *, progress: Progress = recipe.sile
         raise ImageBuildError(
             f"kernels need Python 3.11 to 3.13, and this is {sys.version.split()[0]}"
         )
-    path = location(directory)
-    if path.is_dir():
+    path = await to_thread.run_sync(location, directory)
+    if await anyio.Path(path).is_dir():
         return path
-    packages = directory / f"packages-{packages_hash()[:12]}"
+    packages = directory / f"packages-{(await to_thread.run_sync(_packages_hash))[:12]}"
     async with recipe.exclusive(directory / ".lock"):
-        steps = Steps(plan(have_packages=packages.is_dir()), progress)
-        if not packages.is_dir():
+        have_packages = await anyio.Path(packages).is_dir()
+        steps = Steps(plan(have_packages=have_packages), progress)
+        if not have_packages:
             async with _building(packages) as building:
                 await _install_packages(building, steps)
-        if not path.is_dir():
+        if not await anyio.Path(path).is_dir():
             async with _building(path) as building:
                 await _add_startup(packages, building, steps)
     return path
@@ -98,14 +98,14 @@ async def _building(path: Path) -> AsyncIterator[Path]:
     await to_thread.run_sync(shutil.rmtree, building, True)
     try:
         yield building
-        building.rename(path)
+        await anyio.Path(building).rename(path)
     finally:
         with anyio.CancelScope(shield=True):
             await to_thread.run_sync(shutil.rmtree, building, True)
 
 
 async def _install_packages(building: Path, steps: Steps) -> None:
-    uv = recipe.find_uv()
+    uv = await to_thread.run_sync(recipe.find_uv)
     environment = await recipe.installer_environment()
     sources = recipe.directory() / "python"
     python = building / "bin" / "python"
@@ -126,8 +126,8 @@ async def _install_packages(building: Path, steps: Steps) -> None:
         environment=environment,
         detail=steps.detail,
     )  # fmt: skip
-    for site in (building / "lib").glob("python3*/site-packages"):
-        (site / "kernelpool.pth").write_text("../../../startup\n", encoding="utf-8")
+    async for site in anyio.Path(building, "lib").glob("python3*/site-packages"):
+        await (site / "kernelpool.pth").write_text("../../../startup\n", encoding="utf-8")
 
     steps.next("fonts")
     await recipe.run(
@@ -153,10 +153,11 @@ async def _add_startup(packages: Path, building: Path, steps: Steps) -> None:
     steps.next("start-up code")
     await recipe.run(["cp", "-al", packages, building], purpose="link the packages of kernels")
     sources = building / "startup.sources"
-    recipe.copy_startup(sources)
+    await to_thread.run_sync(recipe.copy_startup, sources)
     python = building / "bin" / "python"
+    uv = await to_thread.run_sync(recipe.find_uv)
     await recipe.run(
-        [recipe.find_uv(), "pip", "install", "--python", python, "--no-deps",
+        [uv, "pip", "install", "--python", python, "--no-deps",
          "--target", building / "startup", sources],
         purpose="install the start-up code of kernels",
         environment=await recipe.installer_environment(),

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -35,7 +36,7 @@ import anyio
 import docker
 import docker.errors
 import requests.exceptions
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter, from_thread, to_thread
 from packaging.markers import Environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
@@ -74,6 +75,8 @@ LEFT_OUT: Final = (
     "./usr/share/man/*",
 )
 """Parts of the Debian root that no kernel reads; 40 MB of 260. Licences stay."""
+
+DEFAULT_HOST: Final = "unix:///var/run/docker.sock"
 
 ENGINE_TIMEOUT: Final = 600
 """Seconds between two signs of life from the engine during a build."""
@@ -245,24 +248,52 @@ def _translated(purpose: str) -> Iterator[None]:
     except (docker.errors.BuildError, docker.errors.APIError) as error:
         raise ImageBuildError(f"could not {purpose}: {error}") from error
     except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
-        raise EngineUnreachable(
-            f"no Docker Engine answers ({error}). Start it, or allow this user to open its socket, "
-            "or choose another with DOCKER_HOST"
-        ) from error
+        raise _unreachable(error) from error
+
+
+def _unreachable(reason: object) -> EngineUnreachable:
+    return EngineUnreachable(
+        f"no Docker Engine answers ({reason}). Start it, or allow this user to open its socket, "
+        "or choose another with DOCKER_HOST"
+    )
+
+
+def _knock(host: str) -> None:
+    """Open the engine's socket once: the SDK hides why it could not, and leaks what it opened."""
+    scheme, _, path = host.partition("://")
+    if scheme == "unix":
+        with socket.socket(socket.AF_UNIX) as knock:
+            try:
+                knock.connect(f"/{path.lstrip('/')}")
+            except OSError as error:
+                raise _unreachable(f"{host}: {error.strerror}") from error
 
 
 class _Engine:
     """The few engine calls that a build takes, each in a thread."""
 
-    def __init__(self, docker_host: str | None) -> None:
-        self.client: Any
-        with _translated("reach the engine"):
-            if docker_host is None:
-                self.client = docker.from_env(timeout=ENGINE_TIMEOUT)
-            else:
-                self.client = docker.DockerClient(base_url=docker_host, timeout=ENGINE_TIMEOUT)
+    def __init__(self) -> None:
+        self.client: Any = None
         self._limiter = CapacityLimiter(2)
         self._cancelled = threading.Event()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def connect(cls, docker_host: str | None) -> AsyncIterator[_Engine]:
+        """Reach the engine for as long as the block runs."""
+        engine = cls()
+        await to_thread.run_sync(
+            _knock, docker_host or os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+        )
+        if docker_host is None:
+            make = partial(docker.from_env, timeout=ENGINE_TIMEOUT)
+        else:
+            make = partial(docker.DockerClient, base_url=docker_host, timeout=ENGINE_TIMEOUT)
+        engine.client = await engine.call("reach the engine", make)
+        try:
+            yield engine
+        finally:
+            engine.client.close()
 
     async def call(self, purpose: str, func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a blocking function; when we are cancelled it is told and not waited for."""
@@ -285,7 +316,6 @@ class _Engine:
         Raises:
             ImageBuildError: the stream says that it failed; the message carries its last lines.
         """
-        send, receive = anyio.create_memory_object_stream[str](256)
 
         def pump() -> None:
             tail: list[str] = []
@@ -297,17 +327,9 @@ class _Engine:
                     raise ImageBuildError(f"could not {purpose}:\n{lines}")
                 for line in _describe(entry):
                     tail = [*tail, line][-recipe.TAIL_LINES :]
-                    with contextlib.suppress(anyio.WouldBlock, anyio.BrokenResourceError):
-                        anyio.from_thread.run_sync(send.send_nowait, line)
+                    from_thread.run_sync(detail, line)
 
-        async def report() -> None:
-            async for line in receive:
-                detail(line)
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(report)
-            async with send:
-                await self.call(purpose, pump)
+        await self.call(purpose, pump)
 
     async def inspect(self, name: str) -> dict[str, Any] | None:
         """Return the engine's facts on an image, or None."""
@@ -319,9 +341,6 @@ class _Engine:
                 return None
 
         return await self.call(f"inspect {name}", inspect)
-
-    def close(self) -> None:
-        self.client.close()
 
 
 def _describe(entry: Mapping[str, Any]) -> Iterator[str]:
@@ -339,14 +358,12 @@ async def find(*, docker_host: str | None = None) -> ImageReport | None:
     Raises:
         EngineUnreachable: no engine answers.
     """
-    engine = _Engine(docker_host)
-    try:
-        for name in (reference("debian"), reference("python"), f"{REPOSITORY}:latest"):
+    names = [await to_thread.run_sync(reference, base) for base in ("debian", *BASES)]
+    async with _Engine.connect(docker_host) as engine:
+        for name in (*names, f"{REPOSITORY}:latest"):
             facts = await engine.inspect(name)
             if facts is not None:
                 return await _report(engine, name, facts, built=False, seconds=0)
-    finally:
-        engine.close()
     return None
 
 
@@ -375,29 +392,28 @@ async def build(
         ImageBuildError: a step failed; the message says which and carries its last lines.
     """
     started = time.monotonic()
-    inputs = inputs_hash(base)
-    name = reference(base)
-    engine = _Engine(docker_host)
-    try:
-        async with recipe.exclusive(recipe.cache_directory() / "image.lock"):
-            facts = None if refresh else await engine.inspect(name)
-            built = facts is None
-            if facts is None:
-                source = f"{BASE_REPOSITORY}:{base_hash()[:12]}"
-                source = source if base == "debian" else BASES.get(base, base)
-                have_base = not refresh and await engine.inspect(source) is not None
-                steps = Steps(plan(base, have_base=have_base), progress)
-                if not have_base and base == "debian":
-                    await _make_debian(engine, source, steps, mirror, security_mirror)
-                elif not have_base:
-                    await _pull(engine, source, steps)
-                await _make_image(engine, name, source, base, inputs, steps)
-                facts = await engine.inspect(name)
-                assert facts is not None
-            seconds = time.monotonic() - started
-            return await _report(engine, name, facts, built=built, seconds=seconds)
-    finally:
-        engine.close()
+    inputs = await to_thread.run_sync(inputs_hash, base)
+    name = f"{REPOSITORY}:{inputs[:12]}"
+    async with (
+        _Engine.connect(docker_host) as engine,
+        recipe.exclusive(recipe.cache_directory() / "image.lock"),
+    ):
+        facts = None if refresh else await engine.inspect(name)
+        built = facts is None
+        if facts is None:
+            source = f"{BASE_REPOSITORY}:{base_hash()[:12]}"
+            source = source if base == "debian" else BASES.get(base, base)
+            have_base = not refresh and await engine.inspect(source) is not None
+            steps = Steps(plan(base, have_base=have_base), progress)
+            if not have_base and base == "debian":
+                await _make_debian(engine, source, steps, mirror, security_mirror)
+            elif not have_base:
+                await _pull(engine, source, steps)
+            await _make_image(engine, name, source, base, inputs, steps)
+            facts = await engine.inspect(name)
+            assert facts is not None
+        seconds = time.monotonic() - started
+        return await _report(engine, name, facts, built=built, seconds=seconds)
 
 
 async def _pull(engine: _Engine, source: str, steps: Steps) -> None:
@@ -419,7 +435,7 @@ async def _make_debian(
 ) -> None:
     if os.geteuid() != 0:
         raise ImageBuildError("making the Debian base takes root, as debootstrap does")
-    if shutil.which("debootstrap", path=_system_path()) is None:
+    if await to_thread.run_sync(partial(shutil.which, "debootstrap", path=_system_path())) is None:
         raise ImageBuildError(
             "debootstrap is missing. Install it with: apt-get install debootstrap"
         )
@@ -439,8 +455,7 @@ async def _make_debian(
         )  # fmt: skip
 
         steps.next("security updates")
-        sources = root / "etc/apt/sources.list"
-        sources.write_text(
+        await anyio.Path(root, "etc/apt/sources.list").write_text(
             f"deb {mirror} {SUITE} main\ndeb {security_mirror} {SUITE}-security main\n",
             encoding="utf-8",
         )
@@ -501,16 +516,17 @@ async def _probe(engine: _Engine, source: str) -> Target:
 
 async def _fetch_wheels(target: Target, steps: Steps) -> tuple[list[Path], Path]:
     """Return wheels for the target: the locked ones, and the start-up package's."""
-    requirements = recipe.directory() / "python" / "requirements.txt"
-    chosen = requirements_for(target, requirements.read_text(encoding="utf-8"))
+    requirements = anyio.Path(recipe.directory(), "python", "requirements.txt")
+    chosen = requirements_for(target, await requirements.read_text(encoding="utf-8"))
     directory = recipe.cache_directory() / "wheels" / target.tag
-    directory.mkdir(parents=True, exist_ok=True)
-    wheels, missing = locked_wheels(chosen, directory)
+    await anyio.Path(directory).mkdir(parents=True, exist_ok=True)
+    wheels, missing = await to_thread.run_sync(locked_wheels, chosen, directory)
     environment = await recipe.installer_environment()
     async with _scratch() as scratch:
         if missing:
             needed = scratch / "requirements.txt"
-            needed.write_text("\n".join(chosen[name] for name in sorted(missing)), encoding="utf-8")
+            lines = "\n".join(chosen[name] for name in sorted(missing))
+            await anyio.Path(needed).write_text(lines, encoding="utf-8")
             await recipe.run(
                 [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--require-hashes",
                  "--progress-bar=off", *target.pip_options, "-d", directory, "-r", needed],
@@ -518,20 +534,31 @@ async def _fetch_wheels(target: Target, steps: Steps) -> tuple[list[Path], Path]
                 environment=environment,
                 detail=steps.detail,
             )  # fmt: skip
-            wheels, missing = locked_wheels(chosen, directory)
+            wheels, missing = await to_thread.run_sync(locked_wheels, chosen, directory)
         if missing:
             raise ImageBuildError(f"no wheel was found for {', '.join(sorted(missing))}")
-        for path in set(directory.glob("*.whl")) - set(wheels):
-            path.unlink()
+        await to_thread.run_sync(_keep_only, wheels, directory)
         sources = scratch / "startup"
-        recipe.copy_startup(sources)
+        await to_thread.run_sync(recipe.copy_startup, sources)
+        uv = await to_thread.run_sync(recipe.find_uv)
         await recipe.run(
-            [recipe.find_uv(), "build", "--quiet", "--wheel", "--out-dir", directory, sources],
+            [uv, "build", "--quiet", "--wheel", "--out-dir", directory, sources],
             purpose="build the start-up package",
             environment=environment,
             detail=steps.detail,
         )
-    return wheels, next(directory.glob(f"{recipe.STARTUP_PACKAGE}-*.whl"))
+    (startup,) = await to_thread.run_sync(_startup_wheels, directory)
+    return wheels, startup
+
+
+def _startup_wheels(directory: Path) -> list[Path]:
+    return list(directory.glob(f"{recipe.STARTUP_PACKAGE}-*.whl"))
+
+
+def _keep_only(wheels: list[Path], directory: Path) -> None:
+    """Remove wheels of versions that are no longer locked, and of earlier start-up code."""
+    for path in set(directory.glob("*.whl")) - set(wheels):
+        path.unlink()
 
 
 async def _make_image(
@@ -542,7 +569,8 @@ async def _make_image(
     wheels, startup = await _fetch_wheels(target, steps)
 
     steps.next("image")
-    with tempfile.TemporaryFile(dir=recipe.cache_directory()) as context:
+    async with _scratch() as scratch, await anyio.open_file(scratch / "context.tar", "w+b") as file:
+        context = file.wrapped
         await to_thread.run_sync(_write_context, context, wheels, startup)
         await engine.follow(
             "build the image",

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import anyio
 import anyio.abc
@@ -28,6 +28,12 @@ from anyio.streams.text import TextReceiveStream
 
 from kernelpool import package_index
 from kernelpool.errors import ImageBuildError
+
+_DIRECTORY: Final = next(
+    path
+    for path in (Path(__file__).with_name("_images"), Path(__file__).parent.parent / "images")
+    if path.is_dir()
+)
 
 STARTUP_PACKAGE: Final = "kernelpool_startup"
 
@@ -78,9 +84,7 @@ class Steps:
 
 def directory() -> Path:
     """Return `images/`: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).parent
-    installed = package / "_images"
-    return installed if installed.is_dir() else package.parent / "images"
+    return _DIRECTORY
 
 
 def package_files() -> Iterator[tuple[str, Path]]:
@@ -230,9 +234,13 @@ async def exclusive(path: Path) -> AsyncIterator[None]:
     Raises:
         ImageBuildError: the directory cannot be written to.
     """
-    try:
+
+    def opened() -> IO[bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = path.open("ab")
+        return path.open("ab")
+
+    try:
+        handle = await to_thread.run_sync(opened)
     except OSError as error:
         raise ImageBuildError(f"cannot write to {path.parent}: {error.strerror}") from error
     with handle:
