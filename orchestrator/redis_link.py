@@ -237,6 +237,7 @@ def new_connection(url: str) -> Connection:
         socket_timeout=None,
         retry=Retry(NoBackoff(), 0),
         client_name="kernelpool",
+        driver_info=None,  # else it reads its own version from disk for each connection
     )
     connection: Connection = connection_class(**arguments)
     return connection
