@@ -107,7 +107,7 @@ async def _building(path: Path) -> AsyncIterator[Path]:
 async def _install_packages(building: Path, steps: Steps) -> None:
     uv = await to_thread.run_sync(recipe.find_uv)
     environment = await recipe.installer_environment()
-    sources = recipe.directory() / "python"
+    sources = recipe.IMAGES / "python"
     python = building / "bin" / "python"
 
     steps.next("packages")

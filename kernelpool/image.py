@@ -516,7 +516,7 @@ async def _probe(engine: _Engine, source: str) -> Target:
 
 async def _fetch_wheels(target: Target, steps: Steps) -> tuple[list[Path], Path]:
     """Return wheels for the target: the locked ones, and the start-up package's."""
-    requirements = anyio.Path(recipe.directory(), "python", "requirements.txt")
+    requirements = anyio.Path(recipe.IMAGES, "python", "requirements.txt")
     chosen = requirements_for(target, await requirements.read_text(encoding="utf-8"))
     directory = recipe.cache_directory() / "wheels" / target.tag
     await anyio.Path(directory).mkdir(parents=True, exist_ok=True)

@@ -29,11 +29,12 @@ from anyio.streams.text import TextReceiveStream
 from kernelpool import package_index
 from kernelpool.errors import ImageBuildError
 
-_DIRECTORY: Final = next(
+IMAGES: Final = next(
     path
     for path in (Path(__file__).with_name("_images"), Path(__file__).parent.parent / "images")
     if path.is_dir()
 )
+"""The directory `images/`: inside the installed package, or beside it in a checkout."""
 
 STARTUP_PACKAGE: Final = "kernelpool_startup"
 
@@ -82,21 +83,16 @@ class Steps:
         self._progress(Step(self._number, len(self._titles), self._titles[self._number - 1], text))
 
 
-def directory() -> Path:
-    """Return `images/`: inside the installed package, or beside it in a checkout."""
-    return _DIRECTORY
-
-
 def package_files() -> Iterator[tuple[str, Path]]:
     """Yield name and path of each file that decides which packages are installed and how."""
-    root = directory() / "python"
+    root = IMAGES / "python"
     for name in ("Dockerfile", "requirements.txt", "fonts.py", "inventory.py"):
         yield name, root / name
 
 
 def startup_files() -> Iterator[tuple[str, Path]]:
     """Yield name and path of each file of the start-up package, in a fixed order."""
-    root = directory() / "python"
+    root = IMAGES / "python"
     for path in sorted((root / "startup").rglob("*")):
         relative = path.relative_to(root)
         if path.suffix in {".py", ".toml", ".md"} and not _ignored(relative.parts):
@@ -143,7 +139,7 @@ def find_uv() -> str:
         ImageBuildError: there is none.
     """
     beside = Path(sysconfig.get_path("scripts")) / "uv"
-    checkout = directory().parent / ".tools" / "bin" / "uv"
+    checkout = IMAGES.parent / ".tools" / "bin" / "uv"
     for candidate in (beside, shutil.which("uv"), checkout):
         if candidate is not None and os.access(candidate, os.X_OK):
             return str(candidate)

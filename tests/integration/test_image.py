@@ -32,7 +32,7 @@ Run = Callable[[str], tuple[str, str]]
 def run() -> Iterator[Run]:
     """Run Python code in the image as kernels are run; returns stdout and stderr."""
     client = docker.from_env()
-    profile = (recipe.directory() / "seccomp.json").read_text(encoding="utf-8")
+    profile = (recipe.IMAGES / "seccomp.json").read_text(encoding="utf-8")
 
     def run(code: str) -> tuple[str, str]:
         container = client.containers.create(
@@ -207,7 +207,7 @@ async def test_an_image_of_the_current_inputs_is_found_and_not_built_again() -> 
 
 
 async def test_an_engine_that_does_not_answer_is_one_clear_error() -> None:
-    with pytest.raises(EngineUnreachable, match="no Docker Engine answers .*No such file"):
+    with pytest.raises(EngineUnreachable, match=r"no Docker Engine answers .*No such file"):
         await image.build(base="debian", docker_host="unix:///nonexistent/docker.sock")
 
 

@@ -11,7 +11,7 @@ import pytest
 from kernelpool import environment, image, recipe
 from kernelpool.image import Target
 
-REQUIREMENTS = (recipe.directory() / "python" / "requirements.txt").read_text(encoding="utf-8")
+REQUIREMENTS = (recipe.IMAGES / "python" / "requirements.txt").read_text(encoding="utf-8")
 
 BOOKWORM = Target(python="3.11.2", machine="x86_64", libc=("glibc", "2.36"))
 TRIXIE = Target(python="3.13.5", machine="aarch64", libc=("glibc", "2.41"))
@@ -123,7 +123,7 @@ def test_the_environment_is_found_by_the_hash_of_its_inputs(tmp_path: Path) -> N
 
 
 def test_the_seccomp_profile_allows_no_door_into_the_host_kernel() -> None:
-    profile = json.loads((recipe.directory() / "seccomp.json").read_text(encoding="utf-8"))
+    profile = json.loads((recipe.IMAGES / "seccomp.json").read_text(encoding="utf-8"))
     assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
     rules = profile["syscalls"]
     whole = {
