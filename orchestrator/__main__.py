@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -33,6 +33,8 @@ def main() -> None:
 @click.option("--tls-key", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 def up(host: str, port: int, tls_cert: Path | None, tls_key: Path | None) -> None:
     """Run everything on this machine: API, worker, and Redis unless one is configured."""
+    import uvloop
+
     from orchestrator.telemetry import configure_logging
     from orchestrator.up import serve
 
@@ -40,7 +42,8 @@ def up(host: str, port: int, tls_cert: Path | None, tls_key: Path | None) -> Non
     if (tls_cert is None) != (tls_key is None):
         _fail("--tls-cert and --tls-key go together.")
     configure_logging(settings.log_level)
-    _run(serve(settings, host, port, certificate=tls_cert, key=tls_key))
+    work = serve(settings, host, port, certificate=tls_cert, key=tls_key)
+    _run(work, loop_factory=uvloop.new_event_loop)
 
 
 @main.command()
@@ -57,7 +60,7 @@ def demo(output: Path) -> None:
 @main.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.option("--output", type=click.Path(path_type=Path),
-              help="Directory for the files that the code wrote; FILE-output by default.")  # fmt: skip
+              help="Directory for the files that the code wrote; default FILE-output.")  # fmt: skip
 @click.option("--upload", "uploads", multiple=True, help="File to put beside the code; repeatable.",
               type=click.Path(path_type=Path, dir_okay=False, exists=True))  # fmt: skip
 @click.option(
@@ -136,13 +139,15 @@ def _settings() -> Settings:
         _fail(str(error))
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
+def _run(
+    work: Coroutine[Any, Any, T],
+    *,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> T:
     """Run a command's coroutine to its end; known faults are one line each.
 
     SIGTERM cancels it as Ctrl-C does, so that what was started is stopped.
     """
-    import uvloop
-
     from kernelpool.errors import KernelPoolError
     from orchestrator.errors import ServiceError
     from orchestrator.server import ServerError
@@ -153,7 +158,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         return await task
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
             return runner.run(cancellable())
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

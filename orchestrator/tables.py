@@ -23,7 +23,8 @@ def human_bytes(count: float) -> str:
 def print_settings(settings: Settings, strangers: Iterable[str]) -> None:
     """Every setting, then the variables that look like settings and are none."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("setting", "value", "unit", "source"):
+    table.add_column("setting", no_wrap=True)
+    for column in ("value", "unit", "source"):
         table.add_column(column, overflow="fold")
     for row in describe(settings):
         table.add_row(row.variable, row.value, row.unit, row.source)
