@@ -109,6 +109,12 @@ class TerminalText:
         return self._render()[1]
 
     @property
+    def unfinished(self) -> str:
+        """The beginning of a sequence whose end has not come yet."""
+        self._catch_up()
+        return self._unfinished
+
+    @property
     def after_cursor(self) -> int:
         """How many characters of the last line lie at or behind the cursor, if it is there."""
         self._catch_up()
@@ -439,9 +445,9 @@ class LiveText:
     what an unfinished redraw has not reached yet is left for it to write.
     """
 
-    def __init__(self) -> None:
-        """Start at the beginning of a line."""
-        self._unfinished = ""
+    def __init__(self, unfinished: str = "") -> None:
+        """Start at the beginning of a line, in the middle of a sequence if that is given."""
+        self._unfinished = unfinished
         self._at_line_start = True
 
     def feed(self, text: str) -> str:

@@ -34,6 +34,7 @@ from kernelpool.events import (
     Started,
     Stream,
     UpdateDisplay,
+    Usage,
 )
 from kernelpool.terminal import LiveText, TerminalText, clean_text, redraws, strip_ansi
 from orchestrator.executions import EventType, Execution, ExecutionEvent, ExecutionStatus
@@ -76,6 +77,9 @@ class OutputLimits:
 
 
 SPARE_OUTPUTS: Final = 50
+"""Errors and notices kept beyond the number of outputs."""
+DISPLAYS_PER_ID: Final = 10
+"""Newest displays of one id that an update reaches: one message makes so many events at most."""
 ERROR_TEXT_BYTES: Final = 1_000_000
 """Bytes kept of an error's value and of its traceback, each."""
 PROMPT_BYTES: Final = 10_000
@@ -88,7 +92,8 @@ class Transcript:
     def __init__(self, execution: Execution, limits: OutputLimits | None = None) -> None:
         """Begin with the execution as it was queued."""
         self._limits = limits or OutputLimits()
-        self._queued = replace(execution, code=clean_text(execution.code))
+        code = clean_text(execution.code)
+        self._queued = execution if code is execution.code else replace(execution, code=code)
         self.created = ExecutionEvent(0, EventType.CREATED, {"execution": self._queued.to_wire()})
         """The event number 0."""
         self._next_number = 1
@@ -194,19 +199,7 @@ class Transcript:
         if self._completed is None:
             if done.execution_count is not None:
                 self._execution_count = done.execution_count
-            usage = done.usage
-            self._final = replace(
-                self._record(_STATUS[done.status]),
-                completed_at=at,
-                failure=_failure(done.failure) if done.failure is not None else None,
-                files=tuple(files if _json_size(files) is not None else _json_safe(files)),
-                state_reset=state_reset,
-                usage={
-                    "wall_seconds": usage.wall_seconds,
-                    "cpu_seconds": usage.cpu_seconds,
-                    "memory_peak_bytes": usage.memory_peak_bytes,
-                },
-            )
+            self._final = self._record(_STATUS[done.status], done, at, files, state_reset)
             data = {"execution": self._final.to_wire()}
             self._completed = self._event(EventType.COMPLETED, data)
         return self._completed
@@ -219,9 +212,18 @@ class Transcript:
     def _output_event(
         self, index: int, output: Output, kind: EventType = EventType.OUTPUT
     ) -> ExecutionEvent:
-        return self._event(kind, {"output_index": index, "output": output})
+        number = self._next_number
+        self._next_number = number + 1
+        return ExecutionEvent(number, kind, {"output_index": index, "output": output})
 
-    def _record(self, status: ExecutionStatus) -> Execution:
+    def _record(
+        self,
+        status: ExecutionStatus,
+        done: Done | None = None,
+        completed_at: float | None = None,
+        files: Sequence[Mapping[str, Any]] = (),
+        state_reset: bool = False,
+    ) -> Execution:
         queued = self._queued
         outputs = self._outputs.copy()
         truncated = self._cut
@@ -240,18 +242,18 @@ class Transcript:
             status=status,
             created_at=queued.created_at,
             started_at=self._started_at,
-            completed_at=queued.completed_at,
+            completed_at=completed_at,
             execution_count=self._execution_count,
             stdout=stdout.whole.text() if stdout is not None else "",
             stderr=stderr.whole.text() if stderr is not None else "",
             result=self._result,
             error=self._error,
-            failure=queued.failure,
+            failure=_failure(done.failure) if done and done.failure else None,
             outputs=tuple(outputs),
-            files=queued.files,
-            state_reset=queued.state_reset,
+            files=tuple(files if not files or _json_size(files) is not None else _json_safe(files)),
+            state_reset=state_reset,
             truncated=truncated,
-            usage=queued.usage,
+            usage=_usage(done.usage) if done else {},
         )
 
     def _feed_started(self, execution_count: int | None, at: float) -> list[ExecutionEvent]:
@@ -330,6 +332,8 @@ class Transcript:
         else:
             head = min(self._limits.head_bytes, room // 2)
             stream.part = TerminalText(head, min(self._limits.tail_bytes, room - head))
+            stream.part.feed(stream.whole.unfinished)
+            stream.live = LiveText(stream.whole.unfinished)
         return stream, []
 
     def _close_stream(self) -> None:
@@ -355,13 +359,10 @@ class Transcript:
                 f"\n... over {self._limits.live_characters:,} characters: "
                 "what follows is in the finished record ...\n"
             )
-        name = stream.name
-        if len(text) <= _SMALL:
-            return [self._output_event(index, _stream_output(name, text))]
-        return [
-            self._output_event(index, _stream_output(name, piece))
-            for piece in _pieces(text, self._limits.piece_characters, self._limits.piece_bytes)
-        ]
+        limits = self._limits
+        small = len(text) <= _SMALL
+        pieces = (text,) if small else _pieces(text, limits.piece_characters, limits.piece_bytes)
+        return [self._output_event(index, _stream_output(stream.name, piece)) for piece in pieces]
 
     def _feed_output(
         self, event: DisplayData | ExecuteResult | ErrorOutput
@@ -385,7 +386,7 @@ class Transcript:
                     "metadata": metadata,
                     "execution_count": execution_count,
                 }
-                self._result = self._result_text(data)
+                self._result = self._result_text(output["data"])
             case ErrorOutput(name, value, traceback):
                 error = {
                     "name": _plain(name, ERROR_TEXT_BYTES),
@@ -397,7 +398,9 @@ class Transcript:
         spare = SPARE_OUTPUTS if isinstance(event, ErrorOutput) else 0
         index, events = self._append(output, spare)
         if index is not None and display_id is not None:
-            self._displays.setdefault(display_id, []).append(index)
+            indexes = self._displays.setdefault(display_id, [])
+            indexes.append(index)
+            del indexes[:-DISPLAYS_PER_ID]
         return events
 
     def _feed_update(self, event: UpdateDisplay) -> list[ExecutionEvent]:
@@ -419,18 +422,21 @@ class Transcript:
         if size is None:
             data, metadata = _json_safe(data), _json_safe(metadata)
             size = _json_size([data, metadata]) or 0
-        newest = self._outputs[indexes[-1]]
-        replaced = _json_size([newest["data"], newest["metadata"]]) or 0
-        growth = (size - replaced) * len(indexes)
+        replaced = [self._outputs[index] for index in indexes]
+        growth = size * len(indexes) - sum(
+            _json_size([output["data"], output["metadata"]]) or 0 for output in replaced
+        )
         if growth > 0 and self._outputs_bytes + growth > self._limits.outputs_bytes:
             return self._say_cut()
         self._outputs_bytes += growth
-        for index in indexes:
-            output = {**self._outputs[index], "data": data, "metadata": metadata}
-            self._outputs[index] = output
-            if output["type"] == "result":
+        events = []
+        for index, output in zip(indexes, replaced, strict=True):
+            updated = {**output, "data": data, "metadata": metadata}
+            self._outputs[index] = updated
+            if updated["type"] == "result":
                 self._result = self._result_text(data)
-        return [self._output_event(indexes[-1], output, EventType.OUTPUT_UPDATED)]
+            events.append(self._output_event(index, updated, EventType.OUTPUT_UPDATED))
+        return events
 
     def _append(
         self, output: Output, spare: int, kind: EventType = EventType.OUTPUT
@@ -560,6 +566,14 @@ def _bundle(data: Mapping[str, Any]) -> Mapping[str, Any]:
     return data if plain == text else {**data, "text/plain": plain}
 
 
+def _usage(usage: Usage) -> Mapping[str, Any]:
+    return {
+        "wall_seconds": usage.wall_seconds,
+        "cpu_seconds": usage.cpu_seconds,
+        "memory_peak_bytes": usage.memory_peak_bytes,
+    }
+
+
 def _failure(failure: Failure) -> Mapping[str, Any]:
     shown: Mapping[str, Any] = _json_safe(
         {**failure.details, "code": failure.code.value, "message": strip_ansi(failure.message)}
@@ -567,10 +581,13 @@ def _failure(failure: Failure) -> Mapping[str, Any]:
     return shown
 
 
+_JSON: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
 def _json_size(value: object) -> int | None:
     """Bytes of the value as JSON in UTF-8; None when it cannot be written so."""
     try:
-        return len(json.dumps(value, ensure_ascii=False, allow_nan=False).encode())
+        return len(_JSON.encode(value).encode())
     except (ValueError, TypeError, RecursionError):
         return None
 
