@@ -1,0 +1,1 @@
+"""HTTP routes: parse, call, answer. Each module is one kind of object."""
