@@ -154,14 +154,21 @@ stop_private() {
     rm -f "$socket" "$pidfile"
 }
 
-up() {
+# What the user named with DOCKER_HOST comes before the private engine, everything else after it.
+running() {
     local host
-    if private_answers; then print_env "unix://$socket" private; return; fi
-    if host=$(existing_host); then
+    if [ -z "${DOCKER_HOST:-}" ] && private_answers; then
+        print_env "unix://$socket" private
+    elif host=$(existing_host); then
         say "using the Docker Engine at $host"
         print_env "$host" existing
-        return
+    else
+        return 1
     fi
+}
+
+up() {
+    if running; then return; fi
     [ -z "${DOCKER_HOST:-}" ] || no_engine "DOCKER_HOST is set, and nothing else is tried then."
     is_debian || no_engine "installing one is only known here for Debian and Ubuntu."
     [ "$(id -u)" = 0 ] || no_engine "that takes root."
@@ -178,9 +185,6 @@ up() {
 case ${1:-} in
     up) up ;;
     down) stop_private ;;
-    env)
-        if private_answers; then print_env "unix://$socket" private
-        elif host=$(existing_host); then print_env "$host" existing
-        else exit 3; fi ;;
+    env) running 2>/dev/null || exit 3 ;;
     *) sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed '$d' >&2; exit 2 ;;
 esac
