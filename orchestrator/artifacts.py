@@ -52,6 +52,8 @@ class Artifacts:
     def open(cls, url_or_path: str) -> Artifacts:
         """The store at a directory, which is made, or at a URL (`s3://bucket/prefix`, ...).
 
+        Touches the disk, so call it before the event loop runs, or in a thread.
+
         Raises:
             ArtifactStoreError: the directory cannot be made, or the URL is none that is understood.
         """

@@ -77,9 +77,8 @@ async def redis_server(
         ConfigurationError: no usable binary, a path that is too long, a file that cannot be
             loaded, or another process of ours that uses the directory.
     """
-    place = Place(state_directory / "redis")
     in_thread = anyio.to_thread.run_sync
-    await in_thread(place.prepare)
+    place = await in_thread(Place.made_in, state_directory)
     binary = await find_binary()
     owner = await in_thread(_held, place.owner_lock)
     if owner is None:
@@ -108,6 +107,7 @@ class Place:
     """The server's directory and what is in it."""
 
     directory: Path
+    """Without links, as the server reports it."""
 
     @property
     def socket(self) -> Path:
@@ -139,26 +139,29 @@ class Place:
         """Held by the process of ours that keeps the server."""
         return self.directory / "owner.lock"
 
-    def prepare(self) -> None:
+    @classmethod
+    def made_in(cls, state_directory: Path) -> Place:
         """Make the directory, private.
 
         Raises:
             ConfigurationError: the socket's path is too long or the directory cannot be made.
         """
-        size = len(os.fsencode(self.socket))
+        place = cls(state_directory.resolve() / "redis")
+        size = len(os.fsencode(place.socket))
         if size >= SOCKET_PATH_LIMIT:
             raise ConfigurationError(
-                f"{self.socket} has {size} bytes, and a socket's path must stay under "
+                f"{place.socket} has {size} bytes, and a socket's path must stay under "
                 f"{SOCKET_PATH_LIMIT}: set KERNELPOOL_STATE_DIR to a shorter path."
             )
         try:
-            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.directory.chmod(0o700)
+            place.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            place.directory.chmod(0o700)
         except OSError as error:
             raise ConfigurationError(
-                f"{self.directory} cannot be used ({error.strerror}): set KERNELPOOL_STATE_DIR to "
-                "a directory that this user may write."
+                f"{place.directory} cannot be used ({error.strerror}): set KERNELPOOL_STATE_DIR "
+                "to a directory that this user may write."
             ) from error
+        return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +290,7 @@ async def _ask_pid(place: Place) -> int | None:
     except StoreUnavailable:
         return None
     found = re.search(rb"process_id:(\d+)", info)
-    if found is None or os.fsdecode(pairs[1]) != str(place.directory.resolve()):
+    if found is None or os.fsdecode(pairs[1]) != str(place.directory):
         return None
     return int(found[1])
 
@@ -299,7 +302,7 @@ def _recorded_pid(place: Place) -> int | None:
         cwd = Path(f"/proc/{pid}/cwd").readlink()
     except (OSError, ValueError):
         return None
-    return pid if cwd == place.directory.resolve() else None
+    return pid if cwd == place.directory else None
 
 
 async def _start(place: Place, binary: str, max_memory_bytes: int) -> Server:
@@ -357,7 +360,7 @@ def _arguments(place: Place, max_memory_bytes: int) -> list[str]:
         "port": "0",
         "unixsocket": str(place.socket),
         "unixsocketperm": "600",
-        "dir": str(place.directory.resolve()),
+        "dir": str(place.directory),
         "daemonize": "no",
         "pidfile": str(place.pid_file),
         "logfile": str(place.log),
