@@ -264,7 +264,12 @@ class Workspace:
 
     def _open(self, path: str) -> tuple[str, int, int]:
         with _translated(path), _root(self.root) as root:
-            real, fd = _open_shown(root, path, OPEN_FILE)
+            try:
+                real, fd = _open_shown(root, path, OPEN_FILE)
+            except PermissionError:
+                # What a device on a nodev mount answers, and a file that is not ours to read.
+                _regular(root, path)
+                raise
             facts = os.fstat(fd)
             if not stat.S_ISREG(facts.st_mode):
                 os.close(fd)
@@ -273,10 +278,7 @@ class Workspace:
 
     def _remove(self, path: str) -> None:
         with _translated(path), _root(self.root) as root:
-            real, fd = _open_shown(root, path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with opened(fd):
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise FileMissing(f"{path!r} is not a regular file")
+            real = _regular(root, path)
             parent, _, name = real.rpartition("/")
             with opened(open_beneath(root, parent or ".", OPEN_DIRECTORY)) as directory:
                 os.unlink(name, dir_fd=directory)
@@ -437,6 +439,15 @@ def _open_shown(root: int, path: str, flags: int) -> tuple[str, int]:
     if len(twins) != 1:
         raise FileMissing(f"there is no file {path!r}")
     return twins[0], open_beneath(root, twins[0], flags)
+
+
+def _regular(root: int, path: str) -> str:
+    """The path on disk of a regular file, which is not opened."""
+    real, fd = _open_shown(root, path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with opened(fd):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise FileMissing(f"{path!r} is not a regular file")
+    return real
 
 
 def _twins(root: int, path: str) -> list[str]:
