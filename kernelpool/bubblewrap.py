@@ -110,6 +110,21 @@ def environment_mounts(image: Path, *, private: tuple[Path, ...] = ()) -> list[M
     return mounts
 
 
+def interpreter_links(image: Path, mounts: list[Mount]) -> dict[str, str]:
+    """The links on the way from an environment's `bin/python` to a Python that no mount shows.
+
+    An environment made from within another leads through that other one.
+    """
+    links: dict[str, str] = {}
+    path = str(find_python(image))
+    while Path(path).is_symlink():
+        text = str(Path(path).readlink())
+        if not any(_within(path, mount.destination) for mount in mounts):
+            links[path] = text
+        path = os.path.normpath(Path(path).parent / text)
+    return links
+
+
 def why_refused() -> str | None:
     """The setting of this host that keeps sandboxes from starting, and its cure."""
     if _setting("user/max_user_namespaces") == "0":
@@ -144,7 +159,6 @@ def plan(
     drop_root: bool,
     doors: list[Path],
     bounded_by_group: bool,
-    bounded_by_user: bool,
 ) -> dict[str, Any]:
     """Everything that keeper.py needs to know.
 
@@ -155,7 +169,6 @@ def plan(
         drop_root: this process is root, and the sandbox gets the slot's uid on the host too.
         doors: files to write to, to enter a control group.
         bounded_by_group: a control group bounds memory and processes; the keeper watches otherwise.
-        bounded_by_user: the number of processes can be bounded for the namespace's user.
 
     Raises:
         ImageMissing: the environment is not there.
@@ -165,8 +178,9 @@ def plan(
     image = Path(launch.profile.image)
     limits = launch.profile.limits
     links = {top: str(Path(top).readlink()) for top in _TOP_LINKS if Path(top).is_symlink()}
-    mounts = [
-        *environment_mounts(image, private=private),
+    mounts = environment_mounts(image, private=private)
+    links |= interpreter_links(image, mounts)
+    mounts += [
         *(Mount(top, top) for top in _TOP_LINKS if top not in links and Path(top).is_dir()),
         *(
             Mount(os.path.realpath(f"/etc/{name}"), f"/etc/{name}")
@@ -184,6 +198,13 @@ def plan(
         stage += [(f"/dev/{name}", f"/dev/{name}") for name in _DEVICES]
         stage.append(("/proc", "/proc"))
         mounts = [Mount(m.destination, m.destination, m.writable) for m in mounts]
+    rlimits = {
+        "RLIMIT_NOFILE": limits.open_files,
+        "RLIMIT_FSIZE": limits.file_bytes,
+        "RLIMIT_CORE": 0,
+    }
+    if drop_root and not bounded_by_group:
+        rlimits["RLIMIT_NPROC"] = limits.processes + SANDBOX_PROCESSES
     filter_bytes = seccomp.compile_filter(
         os.uname().machine,
         also_denied=() if bounded_by_group else seccomp.MEMORY_OUTSIDE_PROCESSES,
@@ -201,12 +222,8 @@ def plan(
         "uid": launch.uid if drop_root else None,
         "doors": [str(door) for door in doors],
         "nice": not bounded_by_group,
-        "rlimits": {
-            "RLIMIT_NOFILE": limits.open_files,
-            "RLIMIT_FSIZE": limits.file_bytes,
-            "RLIMIT_CORE": 0,
-        },
-        "processes": limits.processes if bounded_by_user and not bounded_by_group else None,
+        "rlimits": rlimits,
+        "processes": None if bounded_by_group or drop_root else limits.processes,
         "watched_memory_bytes": None if bounded_by_group else limits.memory_bytes,
     }
 
@@ -223,13 +240,14 @@ def _options(launch: Launch, mounts: list[Mount], links: dict[str, str]) -> Iter
     }
     for name, value in environment.items():
         yield from ("--setenv", name, value)
+    size = ("--perms", "1777", "--size", str(limits.tmp_bytes), "--tmpfs")
+    # First, for the environment may lie below the host's /tmp.
+    yield from (*size, "/tmp")  # noqa: S108
     for mount in mounts:
         yield "--bind" if mount.writable else "--ro-bind"
         yield from (mount.source, mount.destination)
     for link, text in links.items():
         yield from ("--symlink", text, link)
-    size = ("--perms", "1777", "--size", str(limits.tmp_bytes), "--tmpfs")
-    yield from (*size, "/tmp")  # noqa: S108
     yield from ("--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev")  # noqa: S108
     yield from ("--proc", "/proc")
     for path in _MASKED:

@@ -121,6 +121,12 @@ def namespace_pid(pid: int) -> int | None:
     return None
 
 
+def counts_by_namespace() -> bool:
+    """Whether RLIMIT_NPROC counts the processes of a user namespace: since Linux 5.14."""
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int("".join(filter(str.isdigit, minor)) or 0)) >= (5, 14)
+
+
 def status_bytes(pid: int, *keys: str) -> dict[str, int]:
     """Sizes from `/proc/<pid>/status`; 0 where it does not say."""
     sizes = dict.fromkeys(keys, 0)
@@ -221,9 +227,10 @@ class Keeper:
         self._init = init
         # Until the monitor reaps it, which it does at its own end only, the id cannot be another's.
         self._init_fd = os.pidfd_open(self._init)
-        if (processes := self._plan["processes"]) is not None:
-            # Counted per user namespace, so of this sandbox alone; set from outside once the
-            # namespace exists, for what holds when it is made bounds the user on the whole host.
+        processes = self._plan["processes"]
+        if processes is not None and counts_by_namespace():
+            # Set from outside, once the namespace exists: what holds when it is made bounds all
+            # processes of the user on this host.
             resource.prlimit(self._init, resource.RLIMIT_NPROC, (processes, processes))
         self._state["init"] = _identity(self._init)
         self._write_state()
@@ -452,6 +459,7 @@ def _enter_stage(root: str, stage: list[list[str]], links: Mapping[str, str]) ->
         bind = flags(_MS_BIND | _MS_REC)
         call("mount", os.fsencode(source), os.fsencode(target), none, bind, none)
     for link, text in links.items():
+        Path(root + link).parent.mkdir(parents=True, exist_ok=True)
         Path(root + link).symlink_to(text)
     Path(root, "tmp").mkdir(exist_ok=True)
     Path(root, "tmp").chmod(0o1777)

@@ -214,29 +214,21 @@ class BubblewrapRuntime:
     Args:
         state_directory: Where sandboxes are written down, one directory each; made if missing.
         control_groups: False leaves control groups alone and watches instead, as on a host that
-            has none to give.
+            has none to give. Whether there are any is known once the runtime is entered.
     """
 
     name = "bubblewrap"
 
     def __init__(self, *, state_directory: Path, control_groups: bool = True) -> None:
         self._state_directory = state_directory
+        self._control_groups = control_groups
         self._root = os.geteuid() == 0
-        self._tree = CgroupTree.find() if control_groups else None
-        self._bounded_by_user = _linux_version() >= (5, 14)
+        self._tree: CgroupTree | None = None
         self._sandboxes: dict[str, Sandbox] = {}
-        self.capabilities = Capabilities(
-            image=False,
-            own_uid=self._root,
-            memory_limit=self._tree is not None,
-            process_limit=self._tree is not None or self._bounded_by_user,
-            cpu_limit=self._tree is not None and self._tree.bounds_cpu,
-            resize=True,
-            survives_worker=True,
-        )
+        self.capabilities = self._capabilities()
 
     async def __aenter__(self) -> Self:
-        """Make the state directory."""
+        """Make the state directory and find out what this host can do."""
         await to_thread.run_sync(self._prepare)
         return self
 
@@ -320,6 +312,20 @@ class BubblewrapRuntime:
 
     def _prepare(self) -> None:
         self._state_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._control_groups:
+            self._tree = CgroupTree.find()
+        self.capabilities = self._capabilities()
+
+    def _capabilities(self) -> Capabilities:
+        return Capabilities(
+            image=False,
+            own_uid=self._root,
+            memory_limit=self._tree is not None,
+            process_limit=self._tree is not None or self._root or keeper.counts_by_namespace(),
+            cpu_limit=self._tree is not None and self._tree.bounds_cpu,
+            resize=True,
+            survives_worker=True,
+        )
 
     def _start(self, launch: Launch) -> _Started:
         directory = self.directory_of(launch.name)
@@ -350,7 +356,6 @@ class BubblewrapRuntime:
             drop_root=self._root,
             doors=group.doors() if group else [],
             bounded_by_group=group is not None,
-            bounded_by_user=self._bounded_by_user,
         )
         keeper_fd = _spawn_keeper(plan)
         try:
@@ -403,9 +408,11 @@ class BubblewrapRuntime:
         directory = self.directory_of(name)
         facts, state = _read_json(directory / "launch"), _read_json(directory / "state")
         if facts.get("boot") == _boot_id():
-            for kind in ("init", "keeper"):
-                if kind in state:
-                    _end_process(state[kind])
+            if "init" in state:
+                _end_process(state["init"])
+            if "keeper" in state:
+                # It ends by itself, having reaped the rest, once its sandbox has.
+                _end_process(state["keeper"], patience=KILL_SECONDS if "init" in state else 0)
         if self._tree is not None and facts:
             group = self._tree.group(facts["owner"], name)
             for pid in group.processes():
@@ -439,7 +446,9 @@ class BubblewrapRuntime:
                 sandbox = await self.launch(launch)
                 how, text = await sandbox.wait(), await sandbox.output()
         except EngineError as error:
-            cure = await to_thread.run_sync(bubblewrap.why_refused)
+            cure = None
+            if "execvp" not in str(error):
+                cure = await to_thread.run_sync(bubblewrap.why_refused)
             raise ConfigurationError(f"{error}. {cure}" if cure else str(error)) from error
         except TimeoutError:
             raise ConfigurationError(
@@ -563,14 +572,15 @@ def _is_running(identity: list[int]) -> bool:
     return started is not None and keeper.start_time(pid) == started
 
 
-def _end_process(identity: list[int]) -> None:
-    """SIGKILL a process and wait for its end."""
+def _end_process(identity: list[int], *, patience: float = 0) -> None:
+    """SIGKILL a process, once it had that many seconds to end by itself, and wait for its end."""
     descriptor = _open_process(identity)
     if descriptor is None:
         return
     try:
-        _send(descriptor, signal.SIGKILL)
-        select.select([descriptor], [], [], KILL_SECONDS)
+        if not select.select([descriptor], [], [], patience)[0]:
+            _send(descriptor, signal.SIGKILL)
+            select.select([descriptor], [], [], KILL_SECONDS)
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG)
     finally:
@@ -614,8 +624,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _boot_id() -> str:
     return (keeper.read_file("/proc/sys/kernel/random/boot_id") or b"").decode().strip()
-
-
-def _linux_version() -> tuple[int, int]:
-    major, minor = re.findall(r"\d+", os.uname().release)[:2]
-    return int(major), int(minor)
