@@ -267,6 +267,21 @@ def loops_below(directory: Path) -> Iterator[tuple[str, Path]]:
             yield f"/dev/{backing.parent.parent.name}", image
 
 
+def wait_released(image: Path, *, patience: float = UNMOUNT_PATIENCE) -> bool:
+    """Wait until no loop device uses an image, which an unmount alone does not say.
+
+    A container that is being removed has the file system mounted in a namespace of its own.
+    """
+    deadline = time.monotonic() + patience
+    pause = 0.005
+    while any(used == image for _, used in loops_below(image.parent)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(pause * 2, 0.2)
+    return True
+
+
 def release_loop(device: str) -> None:
     """Let a loop device go when its last user does. Already gone: nothing happens."""
     try:

@@ -49,6 +49,7 @@ from kernelpool.quota import (
     release_loop,
     scanned_use,
     unmount,
+    wait_released,
     why_no_image,
 )
 
@@ -328,7 +329,9 @@ class SlotStore:
         root = self.directory / slot_id
         self._live.pop(slot_id, None)
         try:
-            freed = os.geteuid() != 0 or unmount(root)
+            freed = True
+            if os.geteuid() == 0:
+                freed = unmount(root) and wait_released(self.directory / f"{slot_id}.img")
             with contextlib.suppress(FileNotFoundError):
                 with opened(os.open(root, OPEN_DIRECTORY)) as fd:
                     empty(fd)

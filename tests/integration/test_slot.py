@@ -313,6 +313,33 @@ async def test_a_slot_is_destroyed_while_a_process_still_holds_its_files(store: 
     await holder.aclose()
 
 
+async def test_a_slot_mounted_in_another_namespace_is_not_said_to_be_freed_before_it_is(
+    store: SlotStore,
+) -> None:
+    if store.quota != "image":
+        pytest.skip("only images are mounted")
+    slot = await store.create(SMALL)
+    holder = await anyio.open_process(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo up; exec sleep 600"],
+        stderr=None,
+    )
+    assert holder.stdout is not None
+    assert await holder.stdout.receive() == b"up\n"
+    async with anyio.create_task_group() as tasks:
+
+        async def end_soon() -> None:
+            # The mount is gone from our namespace first; only then does the other one go.
+            while await do(mounts_below, store.directory):
+                await to_thread.run_sync(time.sleep, 0.01)
+            holder.kill()
+
+        tasks.start_soon(end_soon)
+        assert await store.destroy(slot)
+    assert await do(left_below, store.directory) == []
+    await holder.wait()
+    await holder.aclose()
+
+
 async def test_a_later_worker_adopts_what_it_knows_and_sweeps_the_rest(store: SlotStore) -> None:
     kept, lost = await store.create(SMALL), await store.create(SMALL)
     await do((kept.data / "a.txt").write_text, "a")
