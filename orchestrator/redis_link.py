@@ -144,7 +144,7 @@ class RedisLink:
                 await connection.send_packed_command(packed, check_health=False)
                 return [await reply for reply in replies]
         except TimeoutError as error:
-            self._drop(connection)
+            self._drop(connection, silent=True)
             raise ConnectionLost("no reply in time", silent=True) from error
         except (exceptions.ConnectionError, OSError) as error:
             self._drop(connection)
@@ -196,7 +196,7 @@ class RedisLink:
         finally:
             self._drop(connection)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection, *, silent: bool = False) -> None:
         """Forget a broken connection and tell everybody who waits on it."""
         if self._connection is not connection:
             return
@@ -204,7 +204,7 @@ class RedisLink:
         replies, self._replies = self._replies, deque()
         for waiter in replies:
             if not waiter.done():
-                waiter.set_exception(ConnectionLost("the connection broke"))
+                waiter.set_exception(ConnectionLost("the connection broke", silent=silent))
                 waiter.exception()
         connection._close()  # type: ignore[no-untyped-call]
 
