@@ -155,7 +155,7 @@ class Transcript:
         """
         if self._final is not None:
             return []
-        if type(event) is Stream:
+        if isinstance(event, Stream):
             return self._feed_stream(event, at)
         match event:
             case DisplayData() | ExecuteResult() | ErrorOutput():
@@ -175,8 +175,6 @@ class Transcript:
                 return [*self.flush(at=at), *self._notice(code, message, details)]
             case Done():
                 return self.flush(at=at)
-            case Stream():
-                return self._feed_stream(event, at)
             case _:
                 assert_never(event)
 
@@ -271,7 +269,7 @@ class Transcript:
         if not self._clear_on_next:
             return self.flush(at=at)
         self._clear_on_next = False
-        if not self._outputs and not self._streams:
+        if not self._outputs and not any(stream.begun for stream in self._streams.values()):
             return []
         self._outputs = []
         self._outputs_bytes = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import time
 import tracemalloc
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyte import modes
+from rich.console import Console
+from rich.progress import Progress
 
 from kernelpool.terminal import (
     WINDOW_LINES,
@@ -135,6 +138,24 @@ def test_progress_of_rich_leaves_its_last_frame() -> None:
     assert show("\x1b[?25l" + frames + "\n\x1b[?25h") == "load 299\nsave 299\n"
 
 
+def test_a_real_progress_display_of_rich_leaves_one_line_per_task() -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=80, color_system="truecolor")
+    with Progress(console=console, auto_refresh=False) as progress:
+        tasks = [progress.add_task(name, total=50) for name in ("load", "clean", "save")]
+        for step in range(50):
+            for task in tasks:
+                progress.advance(task)
+                progress.refresh()
+            if step == 25:
+                progress.console.print("half way")
+    assert len(written.getvalue()) > 10_000
+    lines = [line.rstrip() for line in show(*written.getvalue()).rstrip("\n").split("\n")]
+    assert lines[0] == "half way"
+    assert [line.split()[0] for line in lines[1:]] == ["load", "clean", "save"]
+    assert all("100%" in line for line in lines[1:])
+
+
 def test_lines_above_the_window_are_settled() -> None:
     lines = [f"line {i}" for i in range(3 * WINDOW_LINES)]
     shown = show("\n".join(lines) + f"\x1b[{10 * WINDOW_LINES}A\rtop").split("\n")
@@ -199,7 +220,7 @@ written_texts = st.lists(pieces, max_size=40).map("".join)
 
 
 @given(written_texts, st.data(), st.sampled_from([1, 2, 7, 10_000]))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_split_shows_the_same(text: str, data: st.DataObject, columns: int) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     terminal = TerminalText(ENOUGH, ENOUGH, columns)
@@ -211,7 +232,7 @@ def test_any_split_shows_the_same(text: str, data: st.DataObject, columns: int) 
 
 
 @given(written_texts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_control_is_left_but_newline_and_tab(text: str) -> None:
     shown = show(text)
     assert re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", shown) is None
@@ -239,7 +260,7 @@ def test_plain_text_is_shown_as_it_is(text: str) -> None:
         max_size=60,
     ).map("".join)
 )
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_the_text_is_what_pyte_shows(text: str) -> None:
     expected = oracle(text, columns=1000)
     shown = [line.rstrip() for line in show(text, columns=1000).split("\n")]
@@ -255,7 +276,7 @@ def test_the_text_is_what_pyte_shows(text: str) -> None:
         max_size=30,
     ).map("".join)
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_line_over_the_width_wraps_as_in_pyte(text: str) -> None:
     columns = 10
     terminal = TerminalText(ENOUGH, ENOUGH, columns)
@@ -335,7 +356,7 @@ def test_live_pieces_are_appended_and_redraws_start_with_one_return() -> None:
 
 
 @given(st.lists(written_texts, max_size=8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_live_pieces_never_carry_escape_codes(chunks: list[str]) -> None:
     joined = live(*chunks)
     assert re.search("[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]", joined) is None
@@ -352,7 +373,7 @@ def test_live_pieces_never_carry_escape_codes(chunks: list[str]) -> None:
     ),
     st.data(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_live_pieces_show_the_same_to_whoever_honours_returns(
     lines: list[tuple[list[str], str, str]], data: st.DataObject
 ) -> None:
