@@ -129,7 +129,10 @@ class Transcript:
         return stream.redrawn_at + self._limits.redraw_seconds
 
     def flush(self, *, at: float) -> list[ExecutionEvent]:
-        """Send the text that was held back because redraws follow each other fast."""
+        """Send the text that was held back because redraws follow each other fast.
+
+        Nothing is sent after the last event: a timer for it may go off late.
+        """
         stream = self._open
         if stream is None or not stream.held:
             return []
@@ -198,6 +201,7 @@ class Transcript:
             if done.execution_count is not None:
                 self._execution_count = done.execution_count
             self._final = self._record(_STATUS[done.status], done, at, files, state_reset)
+            self._open = None
             data = {"execution": self._final.to_wire()}
             self._completed = self._event(EventType.COMPLETED, data)
         return self._completed

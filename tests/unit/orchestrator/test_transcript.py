@@ -535,8 +535,20 @@ def test_after_the_end_nothing_changes() -> None:
     run = Run(out("a"))
     record = run.record
     assert run.transcript.feed(out("late"), at=999) == []
+    assert run.transcript.flush(at=999) == []
+    assert run.transcript.flush_at is None
     assert run.transcript.finish(Done("failed", OK.usage), at=999) is run.events[-1]
     assert run.transcript.execution is record
+
+
+def test_a_redraw_held_at_the_end_is_not_sent_after_the_last_event() -> None:
+    transcript = Transcript(QUEUED)
+    for percent in (1, 2, 3):
+        transcript.feed(err(f"\r{percent}%"), at=1)
+    transcript.finish(OK, at=1)
+    assert transcript.flush_at is None
+    assert transcript.flush(at=2) == []
+    assert transcript.execution.stderr == "3%"
 
 
 def test_numbers_go_on_after_an_earlier_workers_log() -> None:
