@@ -4,8 +4,7 @@ The names are filled into the Lua scripts from here as well, so this table is th
 spells them. `docs/reference/redis-keys.md` is written from it.
 
 Keys of one session carry its id as hash tag. The scripts also touch keys of the tenant and of the
-whole fleet in the same step, so Redis runs as one primary (with replicas or Sentinel), not as a
-cluster.
+whole fleet in the same step, so Redis is one primary, which may have replicas, not a cluster.
 """
 
 from __future__ import annotations

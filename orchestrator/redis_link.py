@@ -128,6 +128,8 @@ class RedisLink:
             raise unavailable() from lost
         for reply in replies:
             if isinstance(reply, exceptions.ResponseError) and _refuses_for_now(reply):
+                if isinstance(reply, exceptions.ReadOnlyError):
+                    self.close()  # a primary that became a replica: its name may lead elsewhere now
                 raise unavailable() from reply
         return replies
 
