@@ -2,7 +2,8 @@
 
 A record is `status encoding payload`. Encodings: `json` is the wire object; `zlib` the same,
 compressed; `stored` is the key of the compressed object in the artifact store, then what is small
-of it as JSON, for when the bulk is gone.
+of it as JSON, for when the bulk is gone. The records of an ended session become one archive of
+compressed JSON lines.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import asyncio
 import json
 import secrets
 import zlib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import anyio.to_thread
@@ -29,6 +31,12 @@ RECORD_LIMIT: Final = 16_000
 
 EXCERPT: Final = 1000
 """Characters of each text that stay in Redis beside the key of a stored record."""
+
+GZIP: Final = 31
+"""zlib's `wbits` for gzip files, so that people can read archives with `zcat`."""
+
+DECOMPRESS_STEP: Final = 1024 * 1024
+"""Bytes that reading an archive decompresses at once."""
 
 READS_AT_ONCE: Final = 8
 """Stored records that a list fetches at once."""
@@ -59,14 +67,11 @@ class Records:
         record = await self._encode(execution)
         yield record
         if record.artifact and not record.kept:
-            try:
-                await self._overflow.delete([record.artifact])
-            except ArtifactStoreError as error:
-                log.warning("record not removed", key=record.artifact, error=str(error))
+            await self.drop([record.artifact])
 
     async def _encode(self, execution: Execution) -> EncodedRecord:
         status = execution.status.value.encode()
-        text = json.dumps(execution.to_wire(), separators=(",", ":")).encode()
+        text = _json(execution.to_wire())
         if len(text) <= RECORD_LIMIT:
             return EncodedRecord(status + b" json " + text, "")
         packed = await anyio.to_thread.run_sync(zlib.compress, text, 1)
@@ -81,7 +86,7 @@ class Records:
                 error=str(error),
             )
             return EncodedRecord(status + b" zlib " + packed, "")
-        excerpt = json.dumps(_excerpt(execution).to_wire(), separators=(",", ":")).encode()
+        excerpt = _json(_excerpt(execution).to_wire())
         return EncodedRecord(b"%s stored %s %s" % (status, key.encode(), excerpt), key)
 
     async def decode(self, value: bytes) -> Execution:
@@ -96,15 +101,12 @@ class Records:
         if encoding == b"stored":
             key, excerpt = payload.split(b" ", 1)
             try:
-                payload = await self._overflow.get(key.decode())
-            except ArtifactMissing:
-                return Execution.from_wire(json.loads(excerpt))
-            except ArtifactStoreError as error:
-                raise Unavailable(
-                    "The artifact store does not answer; try again shortly.",
-                    code="artifact_store",
-                    retry_after=1.0,
-                ) from error
+                with _readable():
+                    payload = await self._overflow.get(key.decode())
+            except Unavailable as unavailable:
+                if isinstance(unavailable.__cause__, ArtifactMissing):
+                    return Execution.from_wire(json.loads(excerpt))
+                raise
         text = await anyio.to_thread.run_sync(zlib.decompress, payload)
         return Execution.from_wire(json.loads(text))
 
@@ -117,6 +119,113 @@ class Records:
                 return await self.decode(value)
 
         return await asyncio.gather(*map(decode, values))
+
+    async def archive(
+        self, session_id: str, values: AsyncIterator[bytes], superseded: list[str]
+    ) -> str | None:
+        """Store records, oldest first, as compressed JSON lines, and return the key; None: none.
+
+        `superseded` gets the keys of stored bulks that the archive now holds too.
+
+        Raises:
+            ArtifactStoreError: nothing is stored.
+        """
+        key = f"records/{session_id}/executions-{secrets.token_hex(4)}.jsonl.gz"
+        count = 0
+
+        async def packed() -> AsyncIterator[bytes]:
+            nonlocal count
+            compressor = zlib.compressobj(1, wbits=GZIP)
+            async for value in values:
+                count += 1
+                _, encoding, payload = value.split(b" ", 2)
+                if encoding == b"stored":
+                    superseded.append(payload.split(b" ", 1)[0].decode())
+                line = _json((await self.decode(value)).to_wire()) + b"\n"
+                yield await anyio.to_thread.run_sync(compressor.compress, line)
+            yield compressor.flush()
+
+        await self._overflow.put(key, packed())
+        if count:
+            return key
+        await self.drop([key])
+        return None
+
+    async def find_archived(self, key: str, execution_id: str) -> Execution | None:
+        """The execution with this id in an archive; None: it is not there."""
+        async for line in self._archived_lines(key):
+            if _id_of(line) == execution_id:
+                return Execution.from_wire(json.loads(line))
+        return None
+
+    async def archived_page(
+        self, key: str, after: str | None, limit: int, *, newest_first: bool
+    ) -> list[Execution] | None:
+        """Up to `limit` executions beyond `after` in an archive; None: `after` is not there."""
+        window: deque[bytes] = deque(maxlen=limit)
+        met = after is None
+        async for line in self._archived_lines(key):
+            if after is not None and _id_of(line) == after:
+                met = True
+                if newest_first:
+                    break
+            elif newest_first or met:
+                window.append(line)
+                if not newest_first and len(window) == limit:
+                    break
+        if not met:
+            return None
+        executions = [Execution.from_wire(json.loads(line)) for line in window]
+        return executions[::-1] if newest_first else executions
+
+    async def _archived_lines(self, key: str) -> AsyncIterator[bytes]:
+        decompressor = zlib.decompressobj(wbits=GZIP)
+        rest = b""
+        with _readable():
+            try:
+                async for chunk in self._overflow.stream(key):
+                    while chunk:
+                        text = await anyio.to_thread.run_sync(
+                            decompressor.decompress, chunk, DECOMPRESS_STEP
+                        )
+                        chunk = decompressor.unconsumed_tail
+                        *lines, rest = (rest + text).split(b"\n")
+                        for line in lines:
+                            yield line
+            except ArtifactMissing:
+                log.error("archived records are gone", key=key)
+                return
+        for line in (rest + decompressor.flush()).splitlines():
+            yield line
+
+    async def drop(self, keys: Sequence[str]) -> None:
+        """Remove bulks that no record names any more; a failure only leaves them lying."""
+        try:
+            await self._overflow.delete(keys)
+        except ArtifactStoreError as error:
+            log.warning("records not removed", keys=list(keys), error=str(error))
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Turn what the artifact store says into what a caller is told."""
+    try:
+        yield
+    except ArtifactStoreError as error:
+        raise Unavailable(
+            "The artifact store does not answer; try again shortly.",
+            code="artifact_store",
+            retry_after=1.0,
+        ) from error
+
+
+def _json(wire: Mapping[str, Any]) -> bytes:
+    return json.dumps(wire, separators=(",", ":")).encode()
+
+
+def _id_of(line: bytes) -> str:
+    """The id of a record's JSON, which starts with it."""
+    return line[len(b'{"id":"') : line.index(b'"', len(b'{"id":"'))].decode()
 
 
 def _excerpt(execution: Execution) -> Execution:

@@ -17,6 +17,9 @@ PREFIX: Final = "kernelpool:"
 LOG_LIFETIME: Final = 3600
 """Seconds that event logs outlive their session: time for a client to fetch what it missed."""
 
+LOGS_KEPT: Final = 200
+"""Event logs kept per session: each takes 5 kB and more."""
+
 CURSOR_LIFETIME: Final = 3600
 """Seconds that the place of a deleted id is remembered, for clients that delete while they page."""
 
@@ -49,6 +52,7 @@ class Key:
 
 
 _WITH_SESSION = "the session, then the retention time and a day"
+_UNTIL_ARCHIVED = "the session, until its records are in the artifact store"
 
 SESSION: Final = Key(
     "session",
@@ -64,7 +68,7 @@ EXECUTIONS: Final = Key(
     "session",
     "hash",
     "execution id → status, encoding and record",
-    _WITH_SESSION,
+    _UNTIL_ARCHIVED,
 )
 EXECUTION_ORDER: Final = Key(
     "execution_order",
@@ -72,7 +76,7 @@ EXECUTION_ORDER: Final = Key(
     "session",
     "sorted set",
     "execution ids by position (microseconds of arrival, made unique)",
-    _WITH_SESSION,
+    _UNTIL_ARCHIVED,
 )
 UNFINISHED: Final = Key(
     "unfinished",
@@ -136,7 +140,7 @@ LOG: Final = Key(
     "execution",
     "stream",
     "the execution's events; event n has the id (n + 1)-0",
-    "the session and 1 hour",
+    "the session and 1 hour; the newest 200 of each session",
 )
 TENANT_SESSIONS: Final = Key(
     "tenant_sessions",

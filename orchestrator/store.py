@@ -56,6 +56,9 @@ CURSORS_KEPT: Final = 1000
 FILES_PER_STEP: Final = 1000
 """File changes per script; more are applied in several steps, so that Redis never stalls."""
 
+ARCHIVE_STEP: Final = 100
+"""Records per step when a session's records are moved to the artifact store."""
+
 DRAIN_TIMEOUT: Final = 2.0
 """Seconds at closing for queued events to reach Redis."""
 
@@ -325,6 +328,9 @@ class Store:
                 return Reservation(execution, created=True)
             case b"known":
                 return Reservation(await self._records.decode(rest[0]), created=False)
+            case b"archived":
+                existing = await self.get_execution(execution.session_id, rest[0].decode())
+                return Reservation(existing, created=False)
             case b"key_reused":
                 raise KeyReused(
                     "This Idempotency-Key was used for a request with another body.",
@@ -384,7 +390,7 @@ class Store:
             case b"session_expired":
                 raise SessionExpired
             case _:
-                raise ExecutionNotFound(execution.id)
+                return await self.get_execution(execution.session_id, execution.id)
 
     async def get_execution(self, session_id: str, execution_id: str) -> Execution:
         """The record of an execution.
@@ -392,12 +398,20 @@ class Store:
         Raises:
             ExecutionNotFound: unknown in this session.
         """
-        value = await self._link.call(
-            "HGET", redis_keys.EXECUTIONS(session_id), execution_id, repeatable=True
+        value, archive = await self._link.pipeline(
+            (
+                ("HGET", redis_keys.EXECUTIONS(session_id), execution_id),
+                ("HGET", redis_keys.SESSION(session_id), "archive"),
+            ),
+            repeatable=True,
         )
-        if value is None:
-            raise ExecutionNotFound(execution_id)
-        return await self._records.decode(value)
+        if value is not None:
+            return await self._records.decode(value)
+        if archive is not None:
+            archived = await self._records.find_archived(archive.decode(), execution_id)
+            if archived is not None:
+                return archived
+        raise ExecutionNotFound(execution_id)
 
     async def list_executions(self, session_id: str, page: PageQuery) -> Page[Execution]:
         """A page of a session's executions.
@@ -406,9 +420,50 @@ class Store:
             BadRequest: `after` is unknown.
         """
         found = await self._list(session_id, "execution_order", "executions", "", page)
-        visible = found[: page.limit]
-        executions = await self._records.decode_all([value for _, value in visible])
+        if not found:
+            archive = await self._link.call(
+                "HGET", redis_keys.SESSION(session_id), "archive", repeatable=True
+            )
+            if archive is not None:
+                archived = await self._records.archived_page(
+                    archive.decode(), page.after, page.limit + 1, newest_first=page.order == "desc"
+                )
+                if archived is None:
+                    raise _unknown_cursor(page)
+                return _page(archived, page)
+        if found is None:
+            raise _unknown_cursor(page)
+        executions = await self._records.decode_all([value for _, value in found[: page.limit]])
         return Page(tuple(executions), len(found) > page.limit)
+
+    async def archive_executions(self, session_id: str) -> bool:
+        """Move the execution records of an ended session to the artifact store.
+
+        Redis then keeps only where they are; every read works as before. False: the session runs,
+        has unfinished executions, is archived already or forgotten; nothing has changed.
+
+        Raises:
+            ArtifactStoreError: it does not take them; nothing has changed.
+        """
+        superseded: list[str] = []
+
+        async def records() -> AsyncIterator[bytes]:
+            after: str | None = None
+            while True:
+                page = PageQuery(after, ARCHIVE_STEP, "asc")
+                found = await self._list(session_id, "execution_order", "executions", "", page)
+                for key, value in (found or [])[:ARCHIVE_STEP]:
+                    after = key.decode()
+                    yield value
+                if not found or len(found) <= ARCHIVE_STEP:
+                    return
+
+        archive = await self._records.archive(session_id, records(), superseded)
+        if archive is None:
+            return False
+        (status,) = await self._run("archive_executions", session_id, archive)
+        await self._records.drop([archive] if status != b"ok" else superseded)
+        return bool(status == b"ok")
 
     async def unfinished_executions(self, session_id: str) -> list[Execution]:
         """Queued and running executions, in the order of their arrival."""
@@ -476,6 +531,8 @@ class Store:
             BadRequest: `after` is unknown.
         """
         found = await self._list(session_id, "file_order", "files", "file_cursors", page)
+        if found is None:
+            raise _unknown_cursor(page)
         return _page([_file(session_id, key, value) for key, value in found], page)
 
     async def remove_file(self, session_id: str, file_id: str) -> SessionFile:
@@ -491,7 +548,8 @@ class Store:
 
     async def _list(
         self, session_id: str, order: str, values: str, cursors: str, page: PageQuery
-    ) -> list[tuple[bytes, bytes]]:
+    ) -> list[tuple[bytes, bytes]] | None:
+        """Ids and values of a page, one more than its limit if there is; None: unknown cursor."""
         status, *rest = await self._run(
             "list_page",
             session_id,
@@ -503,7 +561,7 @@ class Store:
             page.order,
         )
         if status == b"unknown_cursor":
-            raise _unknown_cursor(page)
+            return None
         return [(key, value) for key, value in rest[0]]
 
     async def _run(self, script: str, *arguments: Argument) -> Any:
@@ -605,6 +663,7 @@ def _tables() -> str:
             "idempotency": redis_keys.IDEMPOTENCY_LIFETIME,
             "grace": redis_keys.RETENTION_GRACE,
             "scan": SCAN_LIMIT,
+            "logs_kept": redis_keys.LOGS_KEPT,
         }.items()
     )
     return (

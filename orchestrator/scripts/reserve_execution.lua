@@ -16,6 +16,7 @@ if idempotency_key ~= '' then
       if known_id == id then return {'created', instant(now)} end
       if known_digest ~= digest then return {'key_reused'} end
       if existing then return {'known', existing} end
+      if not running(session) then return {'archived', known_id} end
     end
   end
 end
@@ -32,6 +33,11 @@ local order = key('execution_order', session_id)
 redis.call('ZADD', order, next_position(order), id)
 redis.call('ZADD', unfinished, instant(now + tonumber(hold)), id)
 if artifact ~= '' then redis.call('SADD', key('artifacts', session_id), artifact) end
+-- The log of an execution long past goes; its record tells what came of it.
+local past = redis.call('ZREVRANGE', order, LIFE.logs_kept, LIFE.logs_kept)[1]
+if past and not redis.call('ZSCORE', unfinished, past) then
+  redis.call('UNLINK', key('log', past))
+end
 if idempotency_key ~= '' then
   redis.call('HSET', idempotency, idempotency_key, instant(now) .. ' ' .. digest .. ' ' .. id)
 end

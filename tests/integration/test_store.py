@@ -27,7 +27,7 @@ from orchestrator.errors import (
 from orchestrator.executions import EventType, Execution, ExecutionEvent, ExecutionStatus
 from orchestrator.redis_link import RedisLink
 from orchestrator.sessions import EndReason, Session, SessionOrder, SessionStatus
-from orchestrator.store import FileWritten, PageQuery, Store
+from orchestrator.store import FileWritten, Order, PageQuery, Store
 
 NewSession = Callable[..., Awaitable[Session]]
 
@@ -627,6 +627,127 @@ async def test_a_refused_record_leaves_nothing_in_the_artifact_store(
     with pytest.raises(SessionExpired):
         await reserve(store, session, code="#" * 100_000)
     assert await artifacts.delete_prefix("records") == 0
+
+
+# Archives
+
+
+async def an_ended_session(store: Store, session: Session) -> list[Execution]:
+    executions = []
+    for n in range(23):
+        execution = await reserve(store, session, key=f"k{n}", limit=100)
+        stdout = "ü" * 40_000 if n % 5 == 0 else f"line {n}"
+        executions.append(await store.finish_execution(completed(execution, stdout=stdout)))
+    await store.end_session(session.id, EndReason.IDLE, epoch=1)
+    return executions
+
+
+async def test_archived_records_are_read_as_before(
+    store: Store, new_session: NewSession, redis: RedisLink, artifacts: Artifacts
+) -> None:
+    session = await new_session()
+    executions = await an_ended_session(store, session)
+    assert await store.archive_executions(session.id)
+    left = await all_keys(redis)
+    assert redis_keys.EXECUTIONS(session.id) not in left
+    assert redis_keys.EXECUTION_ORDER(session.id) not in left
+
+    for execution in executions:
+        assert await store.get_execution(session.id, execution.id) == execution
+    with pytest.raises(ExecutionNotFound):
+        await store.get_execution(session.id, "exec_unknown")
+    orders: list[tuple[Order, list[Execution]]] = [
+        ("asc", executions),
+        ("desc", executions[::-1]),
+    ]
+    for order, expected in orders:
+        seen: list[Execution] = []
+        more = True
+        while more:
+            after = seen[-1].id if seen else None
+            page = await store.list_executions(session.id, PageQuery(after, 5, order))
+            seen += page.items
+            more = page.has_more
+        assert seen == expected
+    with pytest.raises(BadRequest):
+        await store.list_executions(session.id, PageQuery("exec_unknown"))
+
+    changed = replace(executions[3], status=ExecutionStatus.FAILED)
+    assert await store.finish_execution(changed) == executions[3]
+    again = await store.reserve_execution(
+        execution_of(session),
+        tenant="acme",
+        idempotency_key="k7",
+        request_digest="d1",
+        hold_seconds=1,
+        queue_limit=1,
+    )
+    assert again.execution == executions[7]
+    assert not again.created
+    events = [
+        event async for event in store.event_log.follow(executions[4].id, session_id=session.id)
+    ]
+    assert events[-1].data["execution"] == executions[4].to_wire()
+
+    named = await store.forget_session(session.id)
+    await artifacts.delete(named)
+    assert await artifacts.delete_prefix("records") == 0
+
+
+async def test_archiving_removes_the_bulks_that_the_archive_holds(
+    store: Store, new_session: NewSession, artifacts: Artifacts
+) -> None:
+    session = await new_session()
+    await an_ended_session(store, session)
+    assert await store.archive_executions(session.id)
+    assert not await store.archive_executions(session.id)
+    assert await artifacts.delete_prefix(f"records/{session.id}") == 1
+
+
+async def test_a_session_that_is_not_done_is_not_archived(
+    store: Store, new_session: NewSession, artifacts: Artifacts
+) -> None:
+    session = await new_session()
+    execution = await reserve(store, session)
+    assert not await store.archive_executions(session.id)
+    await store.end_session(session.id, EndReason.WORKER_LOST, epoch=1)
+    assert not await store.archive_executions(session.id)
+    assert await artifacts.delete_prefix("records") == 0
+    await store.finish_execution(completed(execution))
+    assert await store.archive_executions(session.id)
+    assert not await store.archive_executions((await new_session()).id)
+    assert not await store.archive_executions("cntr_unknown")
+
+
+async def test_an_archive_that_cannot_be_stored_changes_nothing(
+    store: Store, new_session: NewSession, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await new_session()
+    executions = await an_ended_session(store, session)
+
+    async def refuse(*_: object) -> int:
+        raise ArtifactStoreError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts, "put", refuse)
+        with pytest.raises(ArtifactStoreError):
+            await store.archive_executions(session.id)
+    for execution in executions:
+        assert await store.get_execution(session.id, execution.id) == execution
+    assert await store.archive_executions(session.id)
+
+
+async def test_only_the_newest_logs_of_a_session_are_kept(
+    store: Store, new_session: NewSession, redis: RedisLink
+) -> None:
+    session = await new_session()
+    first = await reserve(store, session, limit=10_000)
+    for _ in range(redis_keys.LOGS_KEPT + 5):
+        execution = await reserve(store, session, limit=10_000)
+        await store.finish_execution(completed(execution))
+    logs = [key for key in await all_keys(redis) if key.startswith(redis_keys.LOG("")[:-2])]
+    assert len(logs) == redis_keys.LOGS_KEPT + 1
+    assert redis_keys.LOG(first.id) in logs
 
 
 # Files
