@@ -10,17 +10,18 @@ Above: __main__.py, which makes the parts and owns their lifetimes. Below: every
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 import anyio
 import structlog
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.routing import BaseRoute, Match
+from starlette.routing import Route, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.auth import ApiKeys, Gate, Hosts
@@ -52,6 +53,7 @@ def create_app(
     metrics = metrics or Metrics()
     keys = ApiKeys(dict(settings.api_keys))
     hosts = Hosts(frozenset(settings.allowed_hosts))
+    table = RouteTable()
     app = FastAPI(
         title="kernelpool",
         docs_url=None,
@@ -66,23 +68,28 @@ def create_app(
             Middleware(Gate, keys=keys, hosts=hosts),
         ],
         exception_handlers={
-            HTTPException: _on_http_exception,
+            HTTPException: table.refuse,
             RequestValidationError: _on_bad_parameter,
         },
     )
-    for router in (
-        Executions(
-            store,
-            dispatcher,
-            metrics,
-            timeout=settings.execution_timeout,
-            timeout_cap=settings.execution_timeout_cap,
-        ).router(),
-        Files(store, dispatcher, metrics, max_bytes=settings.max_upload_bytes).router(),
-        Containers(store, dispatcher, idle_minutes=settings.idle_minutes).router(),
-    ):
-        app.include_router(router, prefix="/v1")
-    app.include_router(Health(store, metrics).router())
+    routers = (
+        (
+            "/v1",
+            Executions(
+                store,
+                dispatcher,
+                metrics,
+                timeout=settings.execution_timeout,
+                timeout_cap=settings.execution_timeout_cap,
+            ).router(),
+        ),
+        ("/v1", Files(store, dispatcher, metrics, max_bytes=settings.max_upload_bytes).router()),
+        ("/v1", Containers(store, dispatcher, idle_minutes=settings.idle_minutes).router()),
+        ("", Health(store, metrics).router()),
+    )
+    for prefix, router in routers:
+        app.include_router(router, prefix=prefix)
+        table.add(prefix, router)
     _serve_description(app)
     return app
 
@@ -166,28 +173,37 @@ async def _answer_and_linger(reply: Response, receive: Receive, send: Send) -> N
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _on_http_exception(request: Request, raised: Exception) -> Response:
-    """What the framework itself refuses: a path without a route, a method without a handler."""
-    assert isinstance(raised, HTTPException)
-    where = f"{request.method} {request.url.path}"
-    if raised.status_code == 404:
-        return error_reply(NotFound(f"Unknown route: {where}.", code="unknown_route"))
-    if raised.status_code == 405:
-        reply = error_reply(MethodNotAllowed(f"This method is not offered: {where}."))
-        reply.headers["allow"] = ", ".join(_methods_of(request))
-        return reply
-    return error_reply(BadRequest(str(raised.detail)))
+class RouteTable:
+    """Answers what the framework refuses: a path without a route, a method without a handler."""
 
+    def __init__(self) -> None:
+        self._methods: list[tuple[re.Pattern[str], set[str]]] = []
 
-def _methods_of(request: Request) -> list[str]:
-    """Every method that some route answers at the request's path."""
-    routes: list[BaseRoute] = request.app.router.routes
-    return sorted(
-        method
-        for route in routes
-        if route.matches(request.scope)[0] is not Match.NONE
-        for method in getattr(route, "methods", None) or ()
-    )
+    def add(self, prefix: str, router: APIRouter) -> None:
+        """Note the paths and methods of a router."""
+        for route in router.routes:
+            if isinstance(route, Route):
+                pattern, _, _ = compile_path(prefix + route.path)
+                self._methods.append((pattern, route.methods or set()))
+
+    async def refuse(self, request: Request, raised: Exception) -> Response:
+        """The reply in place of the framework's."""
+        assert isinstance(raised, HTTPException)
+        path = request.scope["path"]
+        where = f"{request.method} {path}"
+        if raised.status_code == 405:
+            reply = error_reply(MethodNotAllowed(f"This method is not offered: {where}."))
+            offered = {
+                method
+                for pattern, methods in self._methods
+                if pattern.match(path)
+                for method in methods
+            }
+            reply.headers["allow"] = ", ".join(sorted(offered))
+            return reply
+        if raised.status_code == 404:
+            return error_reply(NotFound(f"Unknown route: {where}.", code="unknown_route"))
+        return error_reply(BadRequest(str(raised.detail)))
 
 
 async def _on_bad_parameter(_: Request, raised: Exception) -> Response:

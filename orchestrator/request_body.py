@@ -55,15 +55,15 @@ def has_body(request: Request) -> bool:
     ) not in {"0", ""}
 
 
-def refuse_longer(request: Request, limit: int) -> None:
+def refuse_longer(request: Request, limit: int, refusal: TooLarge | None = None) -> None:
     """Refuse a body whose announced length is over the limit, unread.
 
     Raises:
-        TooLarge: it is.
+        TooLarge: it is; `refusal`, where the limit that matters is another one.
     """
     announced = request.headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and int(announced) > limit:
-        raise too_large(limit)
+        raise refusal or too_large(limit)
 
 
 def too_large(limit: int, what: str = "request body") -> TooLarge:

@@ -431,12 +431,12 @@ class ScriptedDispatcher:
         return (await anyio.Path(bench.workspace, path).stat()).st_size
 
     async def _archive(self, bench: _Bench) -> None:
-        for path in sorted(bench.workspace.rglob("*")):
+        async for path in anyio.Path(bench.workspace).rglob("*"):
             name = path.relative_to(bench.workspace).as_posix()
             file = await self._store.find_file(bench.session.id, name)
             if file is not None and file.source == "assistant":
                 key = f"sessions/{bench.session.id}/{file.id}"
-                await self._artifacts.put(key, await anyio.Path(path).read_bytes())
+                await self._artifacts.put(key, await path.read_bytes())
                 await self._store.set_artifact(bench.session.id, file.id, key)
 
 

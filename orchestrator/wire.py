@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from starlette.responses import Response
 
-from orchestrator.errors import OutcomeUnknown, ServiceError, TooMany, Unavailable
+from orchestrator.errors import NotAuthenticated, OutcomeUnknown, ServiceError, TooMany, Unavailable
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _encode_ascii = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
@@ -68,14 +68,16 @@ def error_object(error: ServiceError) -> dict[str, Any]:
 
 
 def error_reply(error: ServiceError) -> JsonReply:
-    """An error with the headers that tell a client whether and when to try again."""
+    """An error with the headers that tell a client what to do about it."""
     reply = JsonReply(error_object(error), status_code=error.status)
-    reply.headers.update(_retry_headers(error))
+    reply.headers.update(_headers(error))
     reply.headers.update(getattr(error, "headers", {}))
     return reply
 
 
-def _retry_headers(error: ServiceError) -> dict[str, str]:
+def _headers(error: ServiceError) -> dict[str, str]:
+    if isinstance(error, NotAuthenticated):
+        return {"www-authenticate": "Bearer"}
     if isinstance(error, OutcomeUnknown):
         return {"x-should-retry": "false"}
     if not isinstance(error, TooMany | Unavailable):

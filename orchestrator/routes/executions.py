@@ -6,9 +6,9 @@ Above: app.py. Below: the dispatcher for what acts, store.py and its event log f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from typing import Annotated, Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
@@ -225,12 +225,17 @@ class Executions:
             if event.type is EventType.COMPLETED:
                 self._count(event.data["execution"])
 
-    def _replay(
+    @asynccontextmanager
+    async def _replay(
         self, container_id: str, execution_id: str, after: int
-    ) -> AbstractAsyncContextManager[AsyncIterator[ExecutionEvent]]:
-        return aclosing(
-            self._store.event_log.follow(execution_id, after=after, session_id=container_id)
-        )
+    ) -> AsyncIterator[AsyncIterator[ExecutionEvent]]:
+        log = self._store.event_log
+        events = log.follow(execution_id, after=after, session_id=container_id)
+        try:
+            yield events
+        finally:
+            # Its connection to Redis is given back now, not when the generator is collected.
+            await cast("AsyncGenerator[ExecutionEvent, None]", events).aclose()
 
     def _count(self, execution: Any) -> None:
         failure = execution["failure"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mimetypes
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -24,13 +24,14 @@ from orchestrator.dispatch import Dispatcher, FileContent
 from orchestrator.errors import BadRequest, NotFound, ServiceError, SessionExpired
 from orchestrator.event_stream import while_connected
 from orchestrator.multipart import FORM_OVERHEAD_BYTES, UploadForm
-from orchestrator.openapi import answers, json_body, refusals
+from orchestrator.openapi import Responses, answers, json_body, refusals
 from orchestrator.request_body import (
     body_chunks,
     media_type,
     read_json,
     refuse_longer,
     refuse_other_media,
+    too_large,
 )
 from orchestrator.routes.paging import PageOf
 from orchestrator.schema import (
@@ -61,7 +62,7 @@ _SCRIPTED: Final = frozenset(
 
 _BYTES: Final = "application/octet-stream"
 
-_CONTENT_ANSWERS: Final = {
+_CONTENT_ANSWERS: Final[Responses] = {
     200: {
         "description": "The file's bytes.",
         "content": {_BYTES: {"schema": {"type": "string", "format": "binary"}}},
@@ -161,7 +162,7 @@ class Files:
             await self._running(request, container_id)
             raise _no_file(asked.file_id)
         limit = self._max_bytes + FORM_OVERHEAD_BYTES
-        refuse_longer(request, limit)
+        refuse_longer(request, limit, too_large(self._max_bytes, "file"))
         session = await self._running(request, container_id)
         body = body_chunks(request.receive, limit)
         content_type = request.headers["content-type"]
@@ -215,7 +216,9 @@ class Files:
         self._metrics.uploaded.add(amount=file.bytes)
         return file
 
-    async def _keeping_alive(self, session: Session, form: UploadForm) -> AsyncIterator[bytes]:
+    async def _keeping_alive(
+        self, session: Session, form: UploadForm
+    ) -> AsyncGenerator[bytes, None]:
         touched = time.monotonic()
         async for chunk in form.chunks():
             yield chunk

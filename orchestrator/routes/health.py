@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import anyio
 from fastapi import APIRouter, Response
 
 from orchestrator.errors import StoreUnavailable
-from orchestrator.openapi import refusals
+from orchestrator.openapi import Responses, refusals
 from orchestrator.store import Store
 from orchestrator.telemetry import Metrics
 from orchestrator.wire import JsonReply
@@ -29,8 +29,8 @@ class Health:
     def router(self) -> APIRouter:
         """The routes, to be mounted at the root."""
         router = APIRouter(tags=["operations"], redirect_slashes=False)
-        ok = {200: {"description": "Yes."}}
-        keyless = {"security": []}
+        ok: Responses = {200: {"description": "Yes."}}
+        keyless: dict[str, Any] = {"security": []}
         router.add_api_route(
             "/healthz",
             self.alive,
@@ -75,5 +75,5 @@ class Health:
         return Response(self._metrics.render(), headers={"content-type": _PROMETHEUS})
 
 
-def _only(*statuses: int) -> dict[int | str, dict[str, object]]:
+def _only(*statuses: int) -> Responses:
     return {status: reply for status, reply in refusals().items() if status in statuses}

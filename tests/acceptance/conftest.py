@@ -10,8 +10,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import httpcore2  # noqa: F401 - imported here, since httpx2 would do it in the event loop
@@ -21,31 +20,48 @@ from fastapi import FastAPI
 
 from orchestrator.app import create_app
 from orchestrator.artifacts import Artifacts
-from orchestrator.server import listen, serving
+from orchestrator.server import Tls, listen, serving
 from orchestrator.settings import Settings, load
 from orchestrator.store import Store, open_store
 from orchestrator.telemetry import Metrics, configure_logging
 from orchestrator.testing import ScriptedDispatcher
+from orchestrator.testing_script import Gates
 
 TLS = ssl.create_default_context()
 """Made here, since reading certificates blocks."""
 
 
 @dataclass(frozen=True)
-class Service:
-    """What a test talks to, and what it may look behind."""
+class Running:
+    """A running service, and what a test may look at behind it."""
 
     url: str
-    http: httpx2.AsyncClient
-    """Sends the key of the test's own tenant."""
-    key: str
-    other_key: str
-    """Key of another tenant."""
     app: FastAPI
     store: Store
     dispatcher: ScriptedDispatcher
     metrics: Metrics
     settings: Settings
+
+    @asynccontextmanager
+    async def seen_with(self, keys: list[str]) -> AsyncIterator[Service]:
+        """The service as it is for the holder of the first of two keys."""
+        key, other_key = keys or ("", "")
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        async with httpx2.AsyncClient(
+            base_url=self.url, headers=headers, timeout=20, verify=TLS
+        ) as http:
+            yield Service(**vars(self), http=http, key=key, other_key=other_key)
+
+
+@dataclass(frozen=True)
+class Service(Running):
+    """A running service with a client for it."""
+
+    http: httpx2.AsyncClient
+    """Sends the key of the test's own tenant."""
+    key: str
+    other_key: str
+    """Key of another tenant."""
 
     async def container(self, **fields: Any) -> str:
         """Make a container and return its id."""
@@ -102,59 +118,68 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 ServiceWith = Callable[..., AbstractAsyncContextManager[Service]]
 
+TENANTS = 200
+"""Pairs of keys of a shared service; each test takes one, so that its lists are its own."""
 
-@pytest.fixture
-def service_with(redis_url: str, tmp_path: Path) -> ServiceWith:
+
+@pytest.fixture(scope="module")
+def service_with(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> ServiceWith:
     """A factory of services, for tests that need other settings."""
-    artifacts = Artifacts.open(str(tmp_path / "artifacts"))
+    directory = tmp_path_factory.mktemp("service")
+    artifacts = Artifacts.open(str(directory / "artifacts"))
 
     @asynccontextmanager
     async def start(
-        *, with_keys: bool = True, slots: int = 64, queue_limit: int = 4, **changed: Any
+        *,
+        with_keys: bool = True,
+        slots: int = 1000,
+        redis: str = redis_url,
+        tls: Tls | None = None,
+        **changed: Any,
     ) -> AsyncIterator[Service]:
         run = secrets.token_hex(6)
-        key, other_key = f"key-{run}", f"other-{run}"
-        keys = {key: f"tenant-{run}", other_key: f"rival-{run}"} if with_keys else {}
-        settings = replace(load({}), api_keys=keys, **changed)
+        keys = {f"key-{run}-{number}": f"tenant-{run}-{number}" for number in range(2 * TENANTS)}
+        settings = replace(load({}), api_keys=keys if with_keys else {}, **changed)
         metrics = Metrics()
         async with (
-            open_store(redis_url, artifacts) as store,
+            open_store(redis, artifacts) as store,
             ScriptedDispatcher(
                 store,
                 artifacts,
-                tmp_path / "workspaces",
+                directory / run,
                 slots=slots,
-                queue_limit=queue_limit,
+                queue_limit=4,
                 disk_bytes=64 * 1024 * 1024,
             ) as dispatcher,
         ):
             app = create_app(settings=settings, store=store, dispatcher=dispatcher, metrics=metrics)
-            async with (
-                serving(app, listen("127.0.0.1", 0), grace=2) as address,
-                httpx2.AsyncClient(
-                    base_url=address.url,
-                    headers={"authorization": f"Bearer {key}"} if with_keys else {},
-                    timeout=20,
-                    verify=TLS,
-                ) as http,
-            ):
-                yield Service(
-                    url=address.url,
-                    http=http,
-                    key=key,
-                    other_key=other_key,
-                    app=app,
-                    store=store,
-                    dispatcher=dispatcher,
-                    metrics=metrics,
-                    settings=settings,
-                )
+            async with serving(app, listen("127.0.0.1", 0), tls=tls, grace=2) as address:
+                running = Running(address.url, app, store, dispatcher, metrics, settings)
+                async with running.seen_with(list(settings.api_keys)[:2]) as service:
+                    yield service
 
     return start
 
 
-@pytest.fixture
-async def service(service_with: ServiceWith) -> AsyncIterator[Service]:
-    """A service with two tenants."""
+@pytest.fixture(scope="module")
+async def shared_service(service_with: ServiceWith) -> AsyncIterator[Service]:
+    """One service for all tests of a module."""
     async with service_with() as running:
         yield running
+
+
+@pytest.fixture
+async def service(
+    shared_service: Service, request: pytest.FixtureRequest
+) -> AsyncIterator[Service]:
+    """A service where this test has two tenants of its own."""
+    number = request.session.stash.get(TAKEN, 0) + 1
+    request.session.stash[TAKEN] = number
+    keys = list(shared_service.settings.api_keys)[2 * number : 2 * number + 2]
+    shared_service.dispatcher.gates = Gates()
+    running = {field.name: getattr(shared_service, field.name) for field in fields(Running)}
+    async with Running(**running).seen_with(keys) as seen:
+        yield seen
+
+
+TAKEN = pytest.StashKey[int]()
