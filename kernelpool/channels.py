@@ -20,6 +20,7 @@ from typing import Any, Final
 import structlog
 import zmq
 
+from kernelpool.errors import KernelClosed
 from kernelpool.execution import Channel, Message
 from kernelpool.wire import Wire, WireError
 
@@ -114,7 +115,10 @@ class _Socket:
                 disconnected()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            raise KernelClosed("the kernel has closed its connection") from None
         self._schedule()
 
     def hold(self, held: bool) -> None:
@@ -210,7 +214,11 @@ class Channels:
         metadata: Mapping[str, Any] | None = None,
         parent_header: Mapping[str, Any] | None = None,
     ) -> str:
-        """Send a message and return its id."""
+        """Send a message and return its id.
+
+        Raises:
+            KernelClosed: the kernel has closed the connection; nothing was sent.
+        """
         message_id, frames = self.wire.encode(
             message_type,
             content,

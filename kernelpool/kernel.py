@@ -19,6 +19,7 @@ from signal import SIGCONT, SIGINT, Signals
 from typing import Any, Final, Literal
 
 import structlog
+from anyio import to_thread
 
 from kernelpool.channels import Channels
 from kernelpool.errors import KernelClosed, KernelStartError
@@ -136,6 +137,8 @@ class Kernel:
         """Each is called with every message of the kernel, on the event loop."""
         self.end: KernelEnd | None = None
         """Why the last process ended; None while none has."""
+        self.generation = 0
+        """Grows with each new process: variables live as long as this does not change."""
         self._provisioner: SandboxProvisioner | None = None
         self._channels: Channels | None = None
         self._run: _Run | None = None
@@ -147,9 +150,10 @@ class Kernel:
         self._holding = False
 
     def __repr__(self) -> str:
-        """State, and the id of the execution under way."""
+        """State, the id of the execution under way, and whether its output has to wait."""
         busy = f" {self._run.message_id}" if self._run is not None else ""
-        return f"<Kernel {self.kernel_id[:8]}: {self.state}{busy}>"
+        held = ", output held" if self._holding else ""
+        return f"<Kernel {self.kernel_id[:8]}: {self.state}{busy}{held}>"
 
     @property
     def process(self) -> Process | None:
@@ -157,14 +161,15 @@ class Kernel:
         return self._provisioner.process if self._provisioner is not None else None
 
     async def start(self) -> None:
-        """Start the process and wait until it answers.
+        """Start a process and wait until it answers, unless one does already.
 
         Raises:
             KernelStartError: it ended, or did not answer in time.
             EngineError: the runtime could not start it.
+            KernelClosed: the kernel was shut down.
         """
         async with self._turn:
-            await self._start()
+            await self._have_process()
 
     async def restart(self) -> None:
         """Replace the process: a new one on the same files. An execution under way ends.
@@ -175,22 +180,8 @@ class Kernel:
         """
         await self._kill(KernelEnd.RESTARTED)
         async with self._turn:
-            if self.state is State.CLOSED:
-                raise KernelClosed("the kernel was shut down")
             await self._kill(KernelEnd.RESTARTED)
-            self._move(Cause.RESTART)
-            await self._start()
-
-    async def revive(self) -> None:
-        """Replace a process that has ended, ahead of the next execution.
-
-        Raises:
-            KernelStartError, EngineError: as for `start`.
-        """
-        async with self._turn:
-            if self.state is State.DEAD:
-                self._move(Cause.RESTART)
-                await self._start()
+            await self._have_process()
 
     async def close(self) -> None:
         """Kill the process and remove it. Idempotent."""
@@ -227,12 +218,14 @@ class Kernel:
             KernelClosed: the kernel was shut down; the code did not run.
         """
         async with self._turn:
-            if self.state is State.CLOSED:
-                raise KernelClosed("the kernel was shut down")
-            if self.state is State.DEAD:
-                self._move(Cause.RESTART)
-                await self._start()
-            run = self._begin(code, request_id, stdin=stdin, reset=reset)
+            await self._have_process()
+            try:
+                run = self._begin(code, request_id, stdin=stdin, reset=reset)
+            except KernelClosed:
+                # It died while idle, and the news of its exit has not come yet.
+                await self._kill(KernelEnd.KERNEL_DIED)
+                await self._have_process()
+                run = self._begin(code, request_id, stdin=stdin, reset=reset)
             deadline = run.started_at + timeout
             try:
                 async for event in self._follow(run, deadline):
@@ -301,8 +294,16 @@ class Kernel:
     def _move(self, cause: Cause) -> None:
         self.state = step(self.state, cause)
 
+    async def _have_process(self) -> None:
+        if self.state is State.CLOSED:
+            raise KernelClosed("the kernel was shut down")
+        if self.state is State.DEAD:
+            self._move(Cause.RESTART)
+        if self.state is State.STARTING:
+            await self._start()
+
     async def _start(self) -> None:
-        provisioner = make_provisioner(self.seat, self.kernel_id)
+        provisioner = await to_thread.run_sync(make_provisioner, self.seat, self.kernel_id)
         try:
             async with asyncio.timeout(START_TIMEOUT):
                 await self._launch(provisioner)
@@ -323,7 +324,7 @@ class Kernel:
         process = provisioner.process
         assert process is not None
         heartbeat = provisioner.info.socket_path("hb")
-        while not await asyncio.to_thread(heartbeat.exists):
+        while not await to_thread.run_sync(heartbeat.exists):
             if process.exit is not None or self.state is State.CLOSED:
                 raise KernelClosed("the kernel ended before it was ready")
             await asyncio.sleep(SOCKET_POLL)
@@ -345,6 +346,7 @@ class Kernel:
         await self.seat.slot.take_run_back()
         if self.state is State.CLOSED:
             raise KernelClosed("the kernel was shut down")
+        self.generation += 1
         self._move(Cause.READY)
 
     async def _kill(self, reason: KernelEnd) -> None:
@@ -384,7 +386,6 @@ class Kernel:
         assert process is not None
         before = process.sample()
         process.reset_peak()
-        self._move(Cause.EXECUTE)
         message_id = self._channels.send(
             "shell",
             "execute_request",
@@ -399,6 +400,7 @@ class Kernel:
             message_id=request_id,
             metadata={"kernelpool": {"reset": True}} if reset else None,
         )
+        self._move(Cause.EXECUTE)
         self._run = _Run(message_id, before)
         return self._run
 

@@ -78,6 +78,8 @@ class Pool:
         self._warm: list[Lease] = []
         self._leased: dict[str, Lease] = {}
         self._warming = 0
+        self._starting: list[Lease] = []
+        self._closing = False
         self._retiring = 0
         self._failures = 0
         self._last_failure_at = float("-inf")
@@ -117,12 +119,17 @@ class Pool:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
+        self._closing = True
         for session_id in list(self._leased):
             self.release(session_id)
         while self._warm:
             self._retire(self._warm.pop())
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=DRAIN_TIMEOUT)
+        for lease in self._starting:
+            self._spawn(lease.kernel.close())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_TIMEOUT):
+                while self._tasks:
+                    await asyncio.wait(set(self._tasks))
 
     async def sweep(self) -> list[str]:
         """Remove the processes and slots of this worker that no lease holds; their names."""
@@ -237,18 +244,30 @@ class Pool:
     async def _make_warm(self) -> None:
         try:
             lease = await self._new(self.profile.limits)
+            self._starting.append(lease)
             try:
-                await lease.kernel.start()
-                await lease.kernel.warm()
+                if not self._closing:
+                    await lease.kernel.start()
+                    await lease.kernel.warm()
             except BaseException:
                 self._retire(lease)
                 raise
-            self._warm.append(lease)
+            finally:
+                self._starting.remove(lease)
+            if self._closing:
+                self._retire(lease)
+            else:
+                self._warm.append(lease)
             self._failures = 0
-        except KernelPoolError as error:
+        except Exception as error:
+            # Whatever it was, the next attempt has to wait.
             self._failures += 1
             self._last_failure_at = time.monotonic()
-            log.warning("slot not warmed", failures=self._failures, error=str(error))
+            expected = self._closing or isinstance(error, KernelPoolError)
+            told = str(error) if expected else repr(error)
+            log.warning(
+                "slot not warmed", failures=self._failures, error=told, exc_info=not expected
+            )
         finally:
             self._warming -= 1
             self._changed.set()

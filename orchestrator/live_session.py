@@ -143,7 +143,8 @@ class LiveSession:
         self._queue_limit = queue_limit
         self._jobs: deque[Job] = deque()
         self._changed = asyncio.Event()
-        self._state_lost = False
+        self._generation: int | None = None
+        """The kernel's at the last execution; None before the first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._worker = asyncio.create_task(self._serve())
 
@@ -230,7 +231,6 @@ class LiveSession:
         """Give the session a new kernel; what runs or waits ends cancelled."""
         self._cancel_all()
         await self._kernel.restart()
-        self._state_lost = True
 
     async def stop(self) -> None:
         """End everything that runs or waits, then the kernel; files stay."""
@@ -316,6 +316,7 @@ class LiveSession:
                 async for event in running:
                     if isinstance(event, Done):
                         done = event
+                        self._feed(job, event)
                     elif isinstance(event, DisplayData | ExecuteResult | UpdateDisplay):
                         outputs += 1
                         kept, trouble = await self.files.keep(event, f"{count or 0}-{outputs}")
@@ -365,12 +366,9 @@ class LiveSession:
             except (ServiceError, KernelPoolError) as error:
                 log.warning("file changes not recorded", execution_id=job.id, error=str(error))
         last = job.transcript.finish(
-            done, at=time.time(), files=files, state_reset=self._state_lost and job.ran
+            done, at=time.time(), files=files, state_reset=job.ran and self._state_reset(job)
         )
-        if job.ran:
-            self._state_lost = False
         if done.kernel_end is not None:
-            self._state_lost = True
             self._spawn(self._revive())
         execution = job.transcript.execution
         try:
@@ -381,6 +379,10 @@ class LiveSession:
             log.debug("execution was deleted with its session", execution_id=job.id)
         self._store.event_log.append(job.id, [last])
         job.publish(last)
+
+    def _state_reset(self, job: Job) -> bool:
+        before, self._generation = self._generation, self._kernel.generation
+        return before is not None and (job.order.reset or before != self._generation)
 
     async def _save_later(self, execution: Execution) -> None:
         while True:
@@ -395,7 +397,7 @@ class LiveSession:
 
     async def _revive(self) -> None:
         try:
-            await self._kernel.revive()
+            await self._kernel.start()
         except KernelPoolError as error:
             log.warning("kernel not replaced", session_id=self.session.id, error=str(error))
 
