@@ -71,7 +71,11 @@ class Records:
 
     async def _encode(self, execution: Execution) -> EncodedRecord:
         status = execution.status.value.encode()
-        text = _json(execution.to_wire())
+        texts = len(execution.code) + len(execution.stdout) + len(execution.stderr)
+        if texts <= RECORD_LIMIT:
+            text = _json(execution.to_wire())
+        else:
+            text = await anyio.to_thread.run_sync(_json, execution.to_wire())
         if len(text) <= RECORD_LIMIT:
             return EncodedRecord(status + b" json " + text, "")
         packed = await anyio.to_thread.run_sync(zlib.compress, text, 1)
@@ -95,9 +99,16 @@ class Records:
         Raises:
             Unavailable: its bulk is in the artifact store, which does not answer.
         """
+        text = await self._text(value)
+        if len(text) <= RECORD_LIMIT:
+            return _from_json(text)
+        return await anyio.to_thread.run_sync(_from_json, text)
+
+    async def _text(self, value: bytes) -> bytes:
+        """The JSON of a record."""
         _, encoding, payload = value.split(b" ", 2)
         if encoding == b"json":
-            return Execution.from_wire(json.loads(payload))
+            return payload
         if encoding == b"stored":
             key, excerpt = payload.split(b" ", 1)
             try:
@@ -105,10 +116,9 @@ class Records:
                     payload = await self._overflow.get(key.decode())
             except Unavailable as unavailable:
                 if isinstance(unavailable.__cause__, ArtifactMissing):
-                    return Execution.from_wire(json.loads(excerpt))
+                    return excerpt
                 raise
-        text = await anyio.to_thread.run_sync(zlib.decompress, payload)
-        return Execution.from_wire(json.loads(text))
+        return await anyio.to_thread.run_sync(zlib.decompress, payload)
 
     async def decode_all(self, values: Sequence[bytes]) -> list[Execution]:
         """The executions of several records, in order."""
@@ -141,7 +151,7 @@ class Records:
                 _, encoding, payload = value.split(b" ", 2)
                 if encoding == b"stored":
                     superseded.append(payload.split(b" ", 1)[0].decode())
-                line = _json((await self.decode(value)).to_wire()) + b"\n"
+                line = await self._text(value) + b"\n"
                 yield await anyio.to_thread.run_sync(compressor.compress, line)
             yield compressor.flush()
 
@@ -155,7 +165,7 @@ class Records:
         """The execution with this id in an archive; None: it is not there."""
         async for line in self._archived_lines(key):
             if _id_of(line) == execution_id:
-                return Execution.from_wire(json.loads(line))
+                return _from_json(line)
         return None
 
     async def archived_page(
@@ -175,7 +185,7 @@ class Records:
                     break
         if not met:
             return None
-        executions = [Execution.from_wire(json.loads(line)) for line in window]
+        executions = [_from_json(line) for line in window]
         return executions[::-1] if newest_first else executions
 
     async def _archived_lines(self, key: str) -> AsyncIterator[bytes]:
@@ -221,6 +231,10 @@ def _readable() -> Iterator[None]:
 
 def _json(wire: Mapping[str, Any]) -> bytes:
     return json.dumps(wire, separators=(",", ":")).encode()
+
+
+def _from_json(text: bytes) -> Execution:
+    return Execution.from_wire(json.loads(text))
 
 
 def _id_of(line: bytes) -> str:

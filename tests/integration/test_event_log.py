@@ -296,6 +296,7 @@ async def test_events_wait_in_bounded_memory_while_redis_is_away(
     numbers = [event.sequence_number for event in events]
     assert numbers == sorted(set(numbers))
     assert 90 < len(numbers) < 110
+    await log.flush(execution.id)
     assert log._queued_bytes == 0
 
 
