@@ -78,6 +78,9 @@ SETTLE_TIMEOUT: Final = 2.0
 BACKLOG_CHARACTERS: Final = 4_000_000
 """Text that may wait for the consumer of an execution before iopub is no longer read."""
 
+MERGED_CHARACTERS: Final = 8_000
+"""Text of one stream that waits is joined up to about this length: fewer events, same text."""
+
 Ending = Literal["timed_out", "cancelled", "failed"]
 
 
@@ -101,8 +104,21 @@ class _Run:
     def push(self, events: list[Event]) -> None:
         for event in events:
             self.backlog += _weight(event)
-            self._events.append(event)
+            self._events.append(self._merged(event))
         self.wake.set()
+
+    def _merged(self, event: Event) -> Event:
+        """The event, joined to the one before it when both are short text of one stream."""
+        last = self._events[-1] if self._events else None
+        if (
+            isinstance(event, Stream)
+            and isinstance(last, Stream)
+            and event.name == last.name
+            and len(last.text) < MERGED_CHARACTERS
+        ):
+            self._events.pop()
+            return Stream(event.name, last.text + event.text)
+        return event
 
     def take(self) -> Event | None:
         if not self._events:

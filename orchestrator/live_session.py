@@ -43,6 +43,7 @@ from orchestrator.errors import (
     ServiceError,
     StoreUnavailable,
 )
+from orchestrator.event_log import EventLog
 from orchestrator.executions import EventType, Execution, ExecutionEvent, ExecutionOrder
 from orchestrator.executions import ExecutionStatus as Status
 from orchestrator.session_files import SessionFiles
@@ -62,6 +63,18 @@ SAVE_RETRY: Final = 0.5
 DISK_WATCH: Final = 1.0
 """Seconds between looks at the disk use of a slot whose file system has no limit of its own."""
 
+LIVE_EVENTS: Final = 50_000
+"""Events of one execution; what comes after them is only in the record. Source: ten times what a
+progress bar of an hour sends."""
+
+FOLLOWER_EVENTS: Final = 5_000
+"""Events that wait in memory for a slow follower before it is sent to the log."""
+
+_EVENTS_CUT: Final = Notice(
+    "events_truncated",
+    f"More than {LIVE_EVENTS:,} outputs and updates; later ones are only in the final record.",
+)
+
 DISK_FULL: Final = 0.99
 """Part of the quota from which an execution is told that the disk is full."""
 
@@ -80,35 +93,52 @@ class Job:
         """Whether a flush of its transcript is due."""
         self.reserved = asyncio.Event()
         """Set once Redis has it, or has refused it."""
-        self._events: list[ExecutionEvent] = [self.transcript.created]
+        self.sent = 1
+        """Events sent so far, which is the next one's number."""
+        self._waiting: deque[ExecutionEvent] | None = None
         self._more = asyncio.Event()
+        self._ended = asyncio.Event()
+        if not order.background:
+            self._waiting = deque([self.transcript.created])
 
     @property
     def finished(self) -> bool:
         """Whether its last event is out."""
-        return self._events[-1].type is EventType.COMPLETED
+        return self._ended.is_set()
 
     def publish(self, event: ExecutionEvent) -> None:
-        """Hand an event to those who follow."""
-        self._events.append(event)
+        """Hand an event to the one who follows."""
+        self.sent = event.sequence_number + 1
+        if event.type is EventType.COMPLETED:
+            self._ended.set()
+        if self._waiting is not None:
+            self._waiting.append(event)
+            if len(self._waiting) > FOLLOWER_EVENTS:
+                self._waiting = None
         self._more.set()
 
-    async def follow(self) -> AsyncIterator[ExecutionEvent]:
-        """Every event from the first to the last."""
-        place = 0
-        while True:
-            while place < len(self._events):
-                yield self._events[place]
-                place += 1
-            if self.finished:
-                return
-            self._more.clear()
-            await self._more.wait()
+    async def follow(self, event_log: EventLog) -> AsyncIterator[ExecutionEvent]:
+        """Every event from the first to the last, for one follower.
+
+        One who falls far behind, or follows a background run, reads on in the log.
+        """
+        number = 0
+        while self._waiting is not None:
+            while self._waiting:
+                event = self._waiting.popleft()
+                number = event.sequence_number + 1
+                yield event
+                if event.type is EventType.COMPLETED:
+                    return
+            if self._waiting is not None:
+                self._more.clear()
+                await self._more.wait()
+        async for event in event_log.follow(self.id, after=number - 1):
+            yield event
 
     async def end(self) -> Execution:
         """The final record, once there is one."""
-        async for _ in self.follow():
-            pass
+        await self._ended.wait()
         return self.transcript.execution
 
 
@@ -353,10 +383,13 @@ class LiveSession:
         self._send(job, job.transcript.flush(at=time.time()))
 
     def _send(self, job: Job, events: list[ExecutionEvent]) -> None:
-        if events:
-            for event in events:
-                job.publish(event)
-            self._store.event_log.append(job.id, events)
+        if not events or job.sent > LIVE_EVENTS:
+            return
+        for event in events:
+            job.publish(event)
+        self._store.event_log.append(job.id, events)
+        if job.sent > LIVE_EVENTS:
+            self._feed(job, _EVENTS_CUT)
 
     async def _finish(self, job: Job, done: Done) -> None:
         files: list[dict[str, Any]] = []
@@ -365,6 +398,7 @@ class LiveSession:
                 files = await self.files.collect()
             except (ServiceError, KernelPoolError) as error:
                 log.warning("file changes not recorded", execution_id=job.id, error=str(error))
+        job.transcript.continue_from(job.sent)
         last = job.transcript.finish(
             done, at=time.time(), files=files, state_reset=job.ran and self._state_reset(job)
         )

@@ -183,7 +183,7 @@ class Owner:
             yield self._store.event_log.follow(job.id)
             return
         try:
-            yield job.follow()
+            yield job.follow(self._store.event_log)
         finally:
             if not order.background:
                 live.abandon(job)
