@@ -20,11 +20,19 @@ from orchestrator.schema import (
     CreateContainerFile,
     CreateExecution,
     ErrorBody,
+    ExecutionEventObject,
 )
 
 REFERENCE: Final = "#/components/schemas/{model}"
 
-REQUEST_SHAPES: Final = (CreateContainer, CreateContainerFile, CreateExecution, AnswerInput)
+OWN_SHAPES: Final = (
+    CreateContainer,
+    CreateContainerFile,
+    CreateExecution,
+    AnswerInput,
+    ExecutionEventObject,
+)
+"""Shapes that the framework does not see."""
 
 _ERRORS: Final = {
     400: "A parameter or field is wrong; `param` names it.",
@@ -39,6 +47,20 @@ _ERRORS: Final = {
     503: "A part of the service is away; no code ran; try again.",
 }
 
+_EVENT: Final = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {
+        "event": {"type": "string", "description": "The `type` of the data."},
+        "data": {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": {"$ref": REFERENCE.format(model="ExecutionEventObject")},
+        },
+    },
+}
+"""One server-sent event."""
+
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -46,11 +68,7 @@ def answers(shape: type[BaseModel], *errors: int, stream: bool = False) -> Respo
     """The replies of a route that answers JSON; what the gate and the store add is implied."""
     success: dict[str, Any] = {"model": shape, "description": "Done."}
     if stream:
-        success["content"] = {
-            "text/event-stream": {
-                "schema": {"type": "string", "description": "Events, each with its JSON data."}
-            }
-        }
+        success["content"] = {"text/event-stream": {"itemSchema": _EVENT}}
     return {200: success} | refusals(*errors)
 
 
@@ -80,7 +98,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     _, shapes = models_json_schema(
-        [(shape, "validation") for shape in REQUEST_SHAPES], ref_template=REFERENCE
+        [(shape, "validation") for shape in OWN_SHAPES], ref_template=REFERENCE
     )
     schemas.update(shapes["$defs"])
     components["securitySchemes"] = {

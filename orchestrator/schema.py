@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from kernelpool.profile import MEMORY_TIERS
 from kernelpool.runtime import WORKSPACE
@@ -23,6 +23,14 @@ IDLE_MINUTES_MAX: Final = 10080
 """A week."""
 
 
+def _whole_number(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
+"""An integer as JSON means it: 20.0 is one, "20" and true are none."""
+
+
 class RequestShape(BaseModel):
     """A JSON body. Unknown fields are ignored, known ones are not converted from other types."""
 
@@ -33,7 +41,7 @@ class ExpiresAfter(RequestShape):
     """When an unused container ends."""
 
     anchor: Literal["last_active_at"]
-    minutes: Annotated[int, Field(ge=1, le=IDLE_MINUTES_MAX)]
+    minutes: Annotated[WholeNumber, Field(ge=1, le=IDLE_MINUTES_MAX)]
 
 
 class NetworkPolicy(RequestShape):
@@ -224,6 +232,35 @@ class ExecutionObject(BaseModel):
     state_reset: bool
     truncated: bool
     usage: UsageObject
+
+
+class ExecutionEventObject(BaseModel):
+    """The JSON of one event of a stream; which of the optional fields are there goes by the type.
+
+    A stream ends with `execution.completed`, or with `error`, whose `error` is that of `ErrorBody`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "execution.created",
+        "execution.started",
+        "execution.output",
+        "execution.output.updated",
+        "execution.input_required",
+        "execution.completed",
+        "error",
+    ]
+    sequence_number: int | None = None
+    """From 0, without gaps; absent in `error`."""
+    execution: ExecutionObject | None = None
+    started_at: float | None = None
+    execution_count: int | None = None
+    output_index: int | None = None
+    output: OutputObject | None = None
+    prompt: str | None = None
+    password: bool | None = None
+    error: ErrorDetail | None = None
 
 
 class DeletedContainer(BaseModel):
