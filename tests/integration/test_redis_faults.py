@@ -356,3 +356,15 @@ async def test_a_wrong_password_is_unavailable_not_a_crash(
     async with open_store(own_redis + "?password=secret", artifacts) as store:
         await store.ping()
     await link.call("CONFIG", "SET", "requirepass", "", repeatable=True)
+
+
+async def test_what_a_block_raises_passes_through_as_it_is(
+    state: Path, artifacts: Artifacts
+) -> None:
+    class Ours(Exception):
+        pass
+
+    with pytest.raises(Ours):
+        async with redis_server(state) as url, open_store(url, artifacts) as store:
+            await store.ping()
+            raise Ours
