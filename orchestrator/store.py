@@ -15,10 +15,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Final, Generic, Literal, TypeVar
-
-import structlog
 
 from orchestrator import redis_keys
 from orchestrator.artifacts import Artifacts
@@ -36,7 +33,8 @@ from orchestrator.errors import (
 from orchestrator.event_log import EventLog
 from orchestrator.executions import Execution
 from orchestrator.records import Records
-from orchestrator.redis_link import Argument, RedisLink, Script, open_link
+from orchestrator.redis_link import Argument, RedisLink, open_link
+from orchestrator.scripts import SCRIPTS, SESSION_FIELDS
 from orchestrator.sessions import (
     EndReason,
     Session,
@@ -47,12 +45,6 @@ from orchestrator.sessions import (
 
 DAY: Final = 24 * 3600.0
 
-SCAN_LIMIT: Final = 1000
-"""Sessions that one step of a filtered list looks at: under 2 ms of Redis' time."""
-
-CURSORS_KEPT: Final = 1000
-"""Deleted ids whose place a list remembers."""
-
 FILES_PER_STEP: Final = 1000
 """File changes per script; more are applied in several steps, so that Redis never stalls."""
 
@@ -62,26 +54,8 @@ ARCHIVE_STEP: Final = 100
 DRAIN_TIMEOUT: Final = 2.0
 """Seconds at closing for queued events to reach Redis."""
 
-SESSION_FIELDS: Final = (
-    "tenant",
-    "name",
-    "status",
-    "created_at",
-    "last_active_at",
-    "idle_minutes",
-    "expires_at",
-    "idle_expires_at",
-    "memory_limit",
-    "worker_id",
-    "epoch",
-    "ended_at",
-    "end_reason",
-)
-
 T = TypeVar("T")
 Order = Literal["asc", "desc"]
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +127,9 @@ class Store:
 
     def clock(self) -> float:
         """Redis' time as reckoned from its last reply, without asking: for records' instants."""
-        return time.time() + (self._clock_offset or 0.0)
+        if self._clock_offset is None:
+            return time.time()
+        return time.monotonic() + self._clock_offset
 
     async def ping(self) -> None:
         """Return when Redis answers."""
@@ -568,7 +544,7 @@ class Store:
         return await self._link.run(SCRIPTS[script], *arguments)
 
     def _see(self, now: float) -> None:
-        self._clock_offset = now - time.time()
+        self._clock_offset = now - time.monotonic()
 
     def _session(self, session_id: str, values: Sequence[bytes]) -> Session:
         (
@@ -629,50 +605,6 @@ def _page(found: list[T], page: PageQuery) -> Page[T]:
 
 def _unknown_cursor(page: PageQuery) -> BadRequest:
     return BadRequest(f"No item with id '{page.after}' in this list.", param="after")
-
-
-def _load_scripts() -> dict[str, Script]:
-    directory = resources.files("orchestrator") / "scripts"
-    prelude = _tables() + (directory / "prelude.lua").read_text(encoding="utf-8")
-    scripts = {}
-    for file in directory.iterdir():
-        name, _, kind = file.name.partition(".")
-        if kind == "lua" and name != "prelude":
-            first, rest = file.read_text(encoding="utf-8").split("\n", 1)
-            scripts[name] = Script.of(
-                f"{first}\n{prelude}\n{rest}", repeatable=name not in NOT_REPEATABLE
-            )
-    return scripts
-
-
-NOT_REPEATABLE: Final = frozenset({"remove_file"})
-"""Scripts whose second run answers otherwise: the file they removed is gone by then."""
-
-
-def _tables() -> str:
-    """What the scripts know of this module and of redis_keys.py, as Lua."""
-    keys = ", ".join(f"{key.name} = '{key.template}'" for key in redis_keys.KEYS)
-    fields = ", ".join(f"'{field}'" for field in SESSION_FIELDS)
-    places = ", ".join(f"{field} = {place}" for place, field in enumerate(SESSION_FIELDS, 1))
-    life = ", ".join(
-        f"{name} = {value}"
-        for name, value in {
-            "log": redis_keys.LOG_LIFETIME,
-            "cursor": redis_keys.CURSOR_LIFETIME,
-            "cursors_kept": CURSORS_KEPT,
-            "idempotency": redis_keys.IDEMPOTENCY_LIFETIME,
-            "grace": redis_keys.RETENTION_GRACE,
-            "scan": SCAN_LIMIT,
-            "logs_kept": redis_keys.LOGS_KEPT,
-        }.items()
-    )
-    return (
-        f"local KEY = {{{keys}}}\nlocal FIELDS = {{{fields}}}\n"
-        f"local F = {{{places}}}\nlocal LIFE = {{{life}}}\n"
-    )
-
-
-SCRIPTS: Final = _load_scripts()
 
 
 @asynccontextmanager

@@ -1,5 +1,5 @@
--- What every script shares; put behind its first line together with KEY, LIFE, FIELDS and F, which
--- redis_keys.py and store.py fill in.
+-- What every script shares. __init__.py puts it behind the first line of each, after the tables
+-- KEY, LIFE, FIELDS and F.
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
