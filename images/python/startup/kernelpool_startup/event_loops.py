@@ -18,6 +18,7 @@ def install(kernel_loop: asyncio.AbstractEventLoop) -> None:
     """Let `asyncio.run` and `asyncio.Runner` work where only the kernel's loop is in their way."""
     asyncio.run = asyncio.runners.run = _beside(kernel_loop, asyncio.run)
     asyncio.Runner.run = _beside(kernel_loop, asyncio.Runner.run)
+    asyncio.Runner.close = _beside(kernel_loop, asyncio.Runner.close)
 
 
 def _beside(kernel_loop: asyncio.AbstractEventLoop, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,6 +39,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.XPUB)
     socket.linger = 1000
     socket.setsockopt(zmq.XPUB_NODROP, 1)
+    socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # a welcome to each reader, not only to the first
     socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
     return socket
 

@@ -58,9 +58,7 @@ class Kernel(IPythonKernel):
         if self.journal is not None:
             self.journal.begin_cell()
             stream = JournalledReplies(stream, self.journal)
-        self._mend_streams()
         await super().execute_request(stream, ident, parent)
-        self._mend_streams()
 
     def _send_abort_reply(self, stream: Any, msg: dict[str, Any], idents: Any) -> None:
         if self.journal is not None and msg["header"]["msg_type"] == "execute_request":
@@ -98,8 +96,11 @@ class Kernel(IPythonKernel):
             reply = self._reply_for(error)
         finally:
             _in_cell.reset(token)
+            self._mend_streams()
         if os.getpid() != self._pid:
             _end_child(reply)
+        if reply["status"] == "error" and self.shell._last_traceback is None:
+            self._publish_error(reply)
         return reply
 
     def do_complete(self, code: str, cursor_pos: int) -> Any:
@@ -113,22 +114,22 @@ class Kernel(IPythonKernel):
             return super().do_inspect(*args, **kwargs)
 
     def _reply_for(self, error: BaseException) -> dict[str, Any]:
-        """Turn what escaped IPython into an error reply, and publish it unless IPython did."""
+        """Turn what escaped IPython into an error reply."""
         name, value = type(error).__name__, describe(error)
-        lines = self.shell._last_traceback
-        if lines is None:
-            lines = [f"{name}: {value}"]
-            content = {"ename": name, "evalue": value, "traceback": lines}
-            self.send_response(self.iopub_socket, "error", content, ident=self._topic("error"))
         return {
             "status": "error",
             "ename": name,
             "evalue": value,
-            "traceback": lines,
+            "traceback": self.shell._last_traceback or [f"{name}: {value}"],
             "execution_count": self.shell.execution_count - 1,
             "user_expressions": {},
             "payload": [],
         }
+
+    def _publish_error(self, reply: dict[str, Any]) -> None:
+        """Publish an error that IPython could not show, so that none is known from a reply only."""
+        content = {name: reply[name] for name in ("ename", "evalue", "traceback")}
+        self.send_response(self.iopub_socket, "error", content, ident=self._topic("error"))
 
     def _reset_namespace(self) -> None:
         """Forget all names, keep the execution count."""

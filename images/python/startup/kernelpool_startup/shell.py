@@ -4,6 +4,7 @@ Above: `kernel.py`. Below: ipykernel's ZMQInteractiveShell.
 """
 
 import os
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from ipykernel.compiler import XCachingCompiler
 from ipykernel.zmqshell import ZMQInteractiveShell
 from IPython.core import page
 from IPython.core.compilerop import CachingCompiler
+
+_RUNNER = ZMQInteractiveShell.run_code.__code__.co_filename
+"""The module whose frames stand below a cell's in a traceback."""
 
 
 class CellCompiler(XCachingCompiler):
@@ -51,6 +55,17 @@ class Shell(ZMQInteractiveShell):
         """End the cell, as `exit()` ends a script; the kernel and its state stay."""
         raise SystemExit
 
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Show an error as an error. IPython prints exception groups, and publishes nothing."""
+        etype, value, tb = self._get_exc_info(exc_tuple)
+        if not _has_group(value):
+            super().showtraceback(exc_tuple, *args, **kwargs)
+            return
+        while tb is not None and tb.tb_frame.f_code.co_filename == _RUNNER:
+            tb = tb.tb_next
+        text = "".join(traceback.format_exception(etype, value, tb))
+        self._showtraceback(etype, value, text.splitlines())
+
     @contextmanager
     def _tee(self, channel: str) -> Iterator[None]:
         """Keep no second copy of all output in memory."""
@@ -68,9 +83,19 @@ class Shell(ZMQInteractiveShell):
         }
 
 
+def _has_group(error: BaseException | None) -> bool:
+    seen = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, BaseExceptionGroup):
+            return True
+        seen.add(id(error))
+        error = error.__context__
+    return False
+
+
 def describe(error: Any) -> str:
     """Return `str(error)`, also for an exception whose own `__str__` raises."""
     try:
         return str(error)
-    except Exception:
+    except BaseException:
         return f"<{type(error).__name__} without a printable message>"

@@ -6,6 +6,7 @@ that it may not. Descriptor 0 is the null device, so C code and child processes 
 
 import io
 import os
+import pdb
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -106,17 +107,15 @@ class StandardInputBytes(io.BufferedIOBase):
         return 0
 
 
-def explaining_breakpoint(
-    may_ask: Callable[[], bool], debug: Callable[..., Any]
-) -> Callable[..., Any]:
+def explaining_breakpoint(may_ask: Callable[[], bool]) -> Callable[..., Any]:
     """Return a `sys.breakpointhook` that refuses at once where nobody could answer the debugger."""
 
     def breakpoint_hook(*args: Any, **kwargs: Any) -> Any:
-        if os.environ.get("PYTHONBREAKPOINT") == "0":
-            return None
+        if os.environ.get("PYTHONBREAKPOINT"):
+            return sys.__breakpointhook__(*args, **kwargs)
         if not may_ask():
             raise refusal("breakpoint()")
-        return debug(*args, **kwargs)
+        return pdb.set_trace(sys._getframe(1))
 
     return breakpoint_hook
 
@@ -125,5 +124,5 @@ def install(ask: Callable[[str], str], may_ask: Callable[[], bool]) -> StandardI
     """Replace sys.stdin and the breakpoint hook. Return the new sys.stdin."""
     standard_input = StandardInput(ask)
     sys.stdin = sys.__stdin__ = standard_input
-    sys.breakpointhook = explaining_breakpoint(may_ask, sys.breakpointhook)
+    sys.breakpointhook = explaining_breakpoint(may_ask)
     return standard_input
