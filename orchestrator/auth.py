@@ -12,6 +12,7 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Final
 
 from starlette.requests import HTTPConnection
@@ -27,6 +28,7 @@ _BASE_PATH = re.compile(r"^(?:/openai/v1|/openai|/api/projects/[^/]+/openai/v1)(
 _DEFAULT_PORTS: Final = {"http": "80", "https": "443"}
 
 
+@lru_cache(maxsize=1024)
 def is_loopback(host: str) -> bool:
     """Whether a host name or address, without port, means this machine only."""
     if host == "localhost":

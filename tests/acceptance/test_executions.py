@@ -258,7 +258,7 @@ async def test_the_same_idempotency_key_runs_code_once(service: Service) -> None
     assert other.status_code == 400
     assert other.json()["error"]["code"] == "idempotency_key_reused"
     too_long = await service.http.post(path, json=body, headers={"idempotency-key": "k" * 256})
-    assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "idempotency-key")
+    assert (too_long.status_code, too_long.json()["error"]["param"]) == (400, "Idempotency-Key")
 
 
 @pytest.mark.parametrize(
