@@ -104,6 +104,14 @@ class _Bench:
         self.turn = asyncio.Lock()
         self.runs: dict[str, _Run] = {}
 
+    async def cancel_all(self) -> None:
+        """End everything that runs or waits."""
+        runs = list(self.runs.values())
+        for run in runs:
+            run.scope.cancel()
+        for run in runs:
+            await run.ended.wait()
+
 
 class ScriptedDispatcher:
     """A Dispatcher whose kernels are pretended. An async context manager.
@@ -186,9 +194,7 @@ class ScriptedDispatcher:
         bench = self._benches.pop(session_id, None)
         await self._store.end_session(session_id, reason, epoch=session.epoch)
         if bench is not None:
-            for run in list(bench.runs.values()):
-                run.scope.cancel()
-                await run.ended.wait()
+            await bench.cancel_all()
             if reason is not EndReason.DELETED:
                 await self._archive(bench)
             await anyio.to_thread.run_sync(shutil.rmtree, bench.workspace)
@@ -267,9 +273,7 @@ class ScriptedDispatcher:
     async def restart(self, session_id: str) -> Session:
         """Forget the session's variables."""
         bench = await self._bench(session_id)
-        for run in list(bench.runs.values()):
-            run.scope.cancel()
-            await run.ended.wait()
+        await bench.cancel_all()
         bench.kernel.reset()
         bench.state_lost = True
         return await self._store.get_session(session_id, None)
