@@ -62,7 +62,7 @@ async def running_host(
     """
     async with AsyncExitStack() as stack:
         worker_id = await to_thread.run_sync(_prepare, settings.state_dir, stack)
-        artifacts = Artifacts.open(settings.artifacts_place)
+        artifacts = await to_thread.run_sync(Artifacts.open, settings.artifacts_place)
         url = settings.redis_url
         if url is None:
             url = await stack.enter_async_context(

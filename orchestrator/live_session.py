@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
@@ -133,7 +132,9 @@ class Job:
             if self._waiting is not None:
                 self._more.clear()
                 await self._more.wait()
-        async for event in event_log.follow(self.id, after=number - 1):
+        async for event in event_log.follow(
+            self.id, after=number - 1, session_id=self.transcript.execution.session_id
+        ):
             yield event
 
     async def end(self) -> Execution:
@@ -188,7 +189,7 @@ class LiveSession:
         Raises:
             SessionExpired, SessionNotFound, QueueFull, KeyReused, StoreUnavailable: nothing ran.
         """
-        now = time.time()
+        now = self._store.clock()
         first = not self._jobs
         execution = Execution(
             id=f"exec_{secrets.token_urlsafe(24)}",
@@ -322,7 +323,7 @@ class LiveSession:
         execution = job.transcript.execution
         if execution.status is Status.QUEUED:
             stands = await self._store.start_execution(
-                replace(execution, status=Status.IN_PROGRESS, started_at=time.time()),
+                replace(execution, status=Status.IN_PROGRESS, started_at=self._store.clock()),
                 hold_seconds=order.timeout + HOLD_MARGIN,
             )
             if stands.finished:
@@ -370,7 +371,7 @@ class LiveSession:
         return done
 
     def _feed(self, job: Job, event: Event) -> None:
-        now = time.time()
+        now = self._store.clock()
         events = job.transcript.feed(event, at=now)
         self._send(job, events)
         flush_at = job.transcript.flush_at
@@ -380,7 +381,7 @@ class LiveSession:
 
     def _flush(self, job: Job) -> None:
         job.flushing = False
-        self._send(job, job.transcript.flush(at=time.time()))
+        self._send(job, job.transcript.flush(at=self._store.clock()))
 
     def _send(self, job: Job, events: list[ExecutionEvent]) -> None:
         if not events or job.sent > LIVE_EVENTS:
@@ -400,7 +401,10 @@ class LiveSession:
                 log.warning("file changes not recorded", execution_id=job.id, error=str(error))
         job.transcript.continue_from(job.sent)
         last = job.transcript.finish(
-            done, at=time.time(), files=files, state_reset=job.ran and self._state_reset(job)
+            done,
+            at=self._store.clock(),
+            files=files,
+            state_reset=job.ran and self._state_reset(job),
         )
         if done.kernel_end is not None:
             self._spawn(self._revive())

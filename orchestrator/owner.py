@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -109,6 +108,7 @@ class Owner:
         for session in await self._store.sessions_of(self._worker_id):
             await self._fail_unfinished(session.id)
             await self._store.end_session(session.id, EndReason.WORKER_LOST, epoch=session.epoch)
+            self._spawn(self._archive_records(session.id))
         return self
 
     async def __aexit__(
@@ -180,7 +180,7 @@ class Owner:
         live = await self._find(session_id)
         job = await live.submit(order)
         if isinstance(job, Execution):
-            yield self._store.event_log.follow(job.id)
+            yield self._store.event_log.follow(job.id, session_id=session_id)
             return
         try:
             yield job.follow(self._store.event_log)
@@ -256,7 +256,7 @@ class Owner:
 
     async def _fail_unfinished(self, session_id: str) -> None:
         for execution in await self._store.unfinished_executions(session_id):
-            await self._store.finish_execution(_lost(execution))
+            await self._store.finish_execution(_lost(execution, at=self._store.clock()))
 
     async def _drop(self, session_id: str, live: LiveSession | None, artifacts: list[str]) -> None:
         if live is not None:
@@ -272,6 +272,13 @@ class Owner:
         await live.stop()
         await live.files.archive()
         self._pool.release(session_id)
+        await self._archive_records(session_id)
+
+    async def _archive_records(self, session_id: str) -> None:
+        try:
+            await self._store.archive_executions(session_id)
+        except (ServiceError, ArtifactStoreError) as error:
+            log.warning("records not archived", session_id=session_id, error=str(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -284,11 +291,9 @@ class Owner:
             log.error("owner task failed", error=repr(error))
 
 
-def _lost(execution: Execution) -> Execution:
+def _lost(execution: Execution, *, at: float) -> Execution:
     failure = {
         "code": FailureCode.WORKER_LOST.value,
         "message": "The worker that ran the code is gone; how far it came is not known.",
     }
-    return replace(
-        execution, status=ExecutionStatus.FAILED, completed_at=time.time(), failure=failure
-    )
+    return replace(execution, status=ExecutionStatus.FAILED, completed_at=at, failure=failure)

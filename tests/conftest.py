@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
+import tempfile
+import venv
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
+
+PROJECT: Final = Path(__file__).parents[1]
 
 REQUIRE_DOCKER = os.environ.get("KERNELPOOL_REQUIRE_DOCKER") == "1"
 
@@ -27,7 +35,7 @@ def _no_blocking_calls() -> Iterator[BlockBuster]:
 def _why_no_docker() -> str | None:
     if not os.environ.get("KERNELPOOL_IMAGE"):
         return "no kernel image: KERNELPOOL_IMAGE is not set (`make test` builds it and sets it)"
-    if not os.environ.get("DOCKER_HOST") and not os.path.exists("/var/run/docker.sock"):
+    if not os.environ.get("DOCKER_HOST") and not Path("/var/run/docker.sock").exists():
         return "no Docker Engine: neither DOCKER_HOST nor /var/run/docker.sock"
     return None
 
@@ -42,3 +50,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"{len(docker_items)} Docker tests would be skipped: {reason}")
     for item in docker_items:
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+@pytest.fixture(scope="session")
+def kernel_environment() -> Iterator[Path]:
+    """An environment with ipykernel and our start-up code, made of the packages that run the tests.
+
+    It lacks what the kernel image adds (pandas, matplotlib, ...), and needs no network.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="kp-kernels-"))
+    directory.chmod(0o755)
+    environment = directory / "python"
+    venv.create(environment, symlinks=True, with_pip=False)
+    target = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+    shutil.copytree(
+        sysconfig.get_path("purelib"),
+        target,
+        copy_function=_link_or_copy,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("mypy*", "ruff*", "openai*", "*.pth", "__pycache__"),
+    )
+    startup = PROJECT / "images" / "python" / "startup" / "kernelpool_startup"
+    shutil.copytree(startup, target / "kernelpool_startup")
+    for path in (environment, *environment.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
+    yield environment
+    shutil.rmtree(directory)
