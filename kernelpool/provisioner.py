@@ -15,12 +15,13 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGTERM
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from anyio import to_thread
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.provisioning import KernelProvisionerBase, KernelProvisionerFactory
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from jupyter_client.provisioning.provisioner_base import KernelProvisionerBase
 from traitlets import Instance
 
 from kernelpool.channels import ConnectionInfo
@@ -200,7 +201,7 @@ def _key(info: KernelConnectionInfo) -> str:
 
 
 def _jupyter(info: ConnectionInfo) -> KernelConnectionInfo:
-    return {**info.as_jupyter(), "key": info.key.encode()}
+    return cast("KernelConnectionInfo", {**info.as_jupyter(), "key": info.key.encode()})
 
 
 def _write_private(path: Path, text: str, uid: int) -> None:
