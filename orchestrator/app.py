@@ -10,6 +10,7 @@ Above: __main__.py, which makes the parts and owns their lifetimes. Below: every
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -26,7 +27,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orchestrator.auth import ApiKeys, Gate, Hosts
 from orchestrator.dispatch import Dispatcher
-from orchestrator.errors import BadRequest, MethodNotAllowed, NotFound, ServiceError
+from orchestrator.errors import (
+    BadRequest,
+    MethodNotAllowed,
+    NotFound,
+    OutcomeUnknown,
+    ServiceError,
+    Unavailable,
+)
 from orchestrator.openapi import describe
 from orchestrator.request_body import ClientGone
 from orchestrator.routes.containers import Containers
@@ -41,6 +49,9 @@ from orchestrator.wire import JsonReply, error_reply
 LINGER_SECONDS: Final = 2.0
 """How long the rest of a refused body is read away after the answer. A connection closed over
 unread bytes is reset, and the client may lose the answer to it."""
+
+STOPPED_SECONDS: Final = 5.0
+"""When to try again after a stop: a restart takes about that long."""
 
 LINGER_ABOVE_BYTES: Final = 64 * 1024
 """Bodies up to this length are read to their end anyway, and the connection is kept."""
@@ -137,6 +148,11 @@ class ErrorBoundary:
             return
         except ClientGone:
             return
+        except asyncio.CancelledError:
+            # The server stops and the grace period is over. The task ends here either way.
+            if begun:
+                raise
+            refusal = _stopping(scope["method"])
         except ServiceError as error:
             if begun:
                 raise
@@ -151,6 +167,14 @@ class ErrorBoundary:
             await _answer_and_linger(reply, receive, send)
         else:
             await reply(scope, receive, send)
+
+
+def _stopping(method: str) -> ServiceError:
+    if method in {"GET", "HEAD"}:
+        return Unavailable("The server is stopping.", retry_after=STOPPED_SECONDS)
+    return OutcomeUnknown(
+        "The server is stopping: the request may or may not have been carried out."
+    )
 
 
 def _announces_long_body(scope: Scope) -> bool:

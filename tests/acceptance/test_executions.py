@@ -10,7 +10,7 @@ import anyio
 import httpx2
 import pytest
 
-from tests.acceptance.conftest import Service, ServiceWith
+from tests.acceptance.conftest import TLS, Service, ServiceWith
 
 TIMES = ("created_at", "started_at", "completed_at", "usage", "id", "execution_count")
 
@@ -377,3 +377,25 @@ async def test_the_stream_ends_with_its_closing_chunk(service: Service) -> None:
                 answer += await raw.receive()
     assert b"event: execution.completed\n" in answer
     assert b"\r\nserver:" not in answer.lower()
+
+
+async def test_a_stop_of_the_server_interrupts_foreground_runs_and_says_so(
+    service_with: ServiceWith,
+) -> None:
+    async with httpx2.AsyncClient(verify=TLS, timeout=20) as client:
+        with anyio.fail_after(20):
+            async with service_with() as service:
+                container = await service.container()
+                call = asyncio.create_task(
+                    client.post(
+                        f"{service.url}/v1/containers/{container}/executions",
+                        json={"code": "wait('never')"},
+                        headers={"api-key": service.key},
+                    )
+                )
+                await service.dispatcher.gates.reached("never")
+            reply = await call
+    assert reply.status_code == 502
+    assert reply.json()["error"]["code"] == "outcome_unknown"
+    assert reply.headers["x-should-retry"] == "false"
+    assert reply.headers["x-request-id"]
