@@ -181,6 +181,8 @@ class Channels:
         self._take = take
         self._broken = broken
         self._refused = 0
+        self.received_bytes = 0
+        """Bytes of all messages so far, which is about what the kernel's journal has grown by."""
         context = _context()
 
         def connect(channel: Channel, kind: int) -> _Socket:
@@ -240,6 +242,7 @@ class Channels:
         self._sockets = {}
 
     def _receive(self, channel: Channel, frames: Sequence[bytes]) -> None:
+        self.received_bytes += sum(map(len, frames))
         try:
             message = self.wire.decode(frames)
         except WireError as error:

@@ -45,6 +45,7 @@ from kernelpool.execution import (
     output_event,
     parent_id,
 )
+from kernelpool.journal import Journal
 from kernelpool.lifecycle import Cause, State, step
 from kernelpool.provisioner import SandboxProvisioner, Seat, make_provisioner
 from kernelpool.runtime import Exit, Process, Sample
@@ -77,6 +78,9 @@ SETTLE_TIMEOUT: Final = 2.0
 
 BACKLOG_CHARACTERS: Final = 4_000_000
 """Text that may wait for the consumer of an execution before iopub is no longer read."""
+
+JOURNAL_BYTES: Final = 8 * 1024 * 1024
+"""Growth of the journal after which it is emptied between executions; it counts to the quota."""
 
 MERGED_CHARACTERS: Final = 8_000
 """Text of one stream that waits is joined up to about this length: fewer events, same text."""
@@ -164,6 +168,7 @@ class Kernel:
         self._tasks: set[asyncio.Task[None]] = set()
         self._input_header: dict[str, Any] | None = None
         self._holding = False
+        self._journaled_bytes = 0
 
     def __repr__(self) -> str:
         """State, the id of the execution under way, and whether its output has to wait."""
@@ -235,6 +240,7 @@ class Kernel:
         """
         async with self._turn:
             await self._have_process()
+            await self._shorten_journal()
             try:
                 run = self._begin(code, request_id, stdin=stdin, reset=reset)
             except KernelClosed:
@@ -335,6 +341,7 @@ class Kernel:
 
     async def _launch(self, provisioner: SandboxProvisioner) -> None:
         self._heard.clear()
+        self._journaled_bytes = 0
         prepared = await provisioner.pre_launch(env={})
         await provisioner.launch_kernel(prepared.pop("cmd"), **prepared)
         process = provisioner.process
@@ -395,6 +402,13 @@ class Kernel:
             if not reply.done():
                 reply.set_exception(KernelClosed("the kernel ended before it replied"))
         self._waiting.clear()
+
+    async def _shorten_journal(self) -> None:
+        if self._channels is not None:
+            grown = self._channels.received_bytes - self._journaled_bytes
+            if grown > JOURNAL_BYTES:
+                self._journaled_bytes = self._channels.received_bytes
+                await Journal(self.seat.slot.run).truncate_if_over(JOURNAL_BYTES)
 
     def _begin(self, code: str, request_id: str | None, *, stdin: bool, reset: bool) -> _Run:
         assert self._channels is not None

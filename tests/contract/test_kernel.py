@@ -256,6 +256,12 @@ async def test_a_flood_of_lines_arrives_whole_and_in_order(lease: Lease) -> None
     assert text(events) == "".join(f"{i}\n" for i in range(100_000))
 
 
+async def test_the_journal_of_a_talkative_kernel_does_not_fill_the_disk(lease: Lease) -> None:
+    for _ in range(6):
+        await run(lease, "print('x' * 5_000_000)")
+    assert (await lease.slot.disk_use()).bytes < 32 * MIB
+
+
 async def test_a_slow_consumer_holds_the_kernel_back_and_loses_nothing(lease: Lease) -> None:
     code = "for i in range(3000): print(str(i).rjust(9999))"
     seen: list[str] = []
