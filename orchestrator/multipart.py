@@ -18,7 +18,6 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
 
 from orchestrator.errors import BadRequest
-from orchestrator.file_names import safe_name
 from orchestrator.request_body import MIB, too_large
 
 FORM_OVERHEAD_BYTES: Final = MIB
@@ -105,7 +104,7 @@ class UploadForm:
         if boundary is None:
             raise BadRequest("The content type names no usable multipart boundary.")
         self.name = ""
-        """The file's name, safe for a workspace; set by `find_file`."""
+        """The file's name as it was sent, which may be hostile; set by `find_file`."""
         self.file_id: str | None = None
         """A text field `file_id`, where the form has one."""
         self.failure: Exception | None = None
@@ -136,14 +135,16 @@ class UploadForm:
         """Read up to the file's first byte; False when the form ends without a file.
 
         Raises:
-            BadRequest: the form is broken, or the file's name has no usable part.
+            BadRequest: the form is broken, or the file has no name.
         """
         while (event := await self._next_event()) is not None:
             if not isinstance(event, _PartBegins):
                 continue
             part = parse_disposition(event.disposition)
             if part.name == "file":
-                self.name = _file_name(part)
+                if part.filename is None:
+                    raise BadRequest("The part `file` has no file name.", param="file")
+                self.name = part.filename
                 return True
             await self._other_field(part)
         return False
@@ -236,12 +237,3 @@ class UploadForm:
 
     def _on_end(self) -> None:
         self._complete = True
-
-
-def _file_name(part: Disposition) -> str:
-    if part.filename is None:
-        raise BadRequest("The part `file` has no file name.", param="file")
-    name = safe_name(part.filename)
-    if name is None:
-        raise BadRequest("The file name has no usable part.", param="file")
-    return name

@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import shutil
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -20,6 +20,7 @@ from typing import Any, Final, Literal
 import anyio
 import anyio.abc
 
+from kernelpool.errors import NameRefused
 from kernelpool.events import Done, Event, Failure, FailureCode, InputRequest, Started, Usage
 from kernelpool.profile import MEMORY_TIERS
 from orchestrator.artifacts import Artifacts
@@ -40,7 +41,6 @@ from orchestrator.executions import (
     ExecutionOrder,
     ExecutionStatus,
 )
-from orchestrator.file_names import safe_name
 from orchestrator.schema import file_object
 from orchestrator.sessions import EndReason, Session, SessionFile, SessionOrder, SessionStatus
 from orchestrator.store import FileWritten, Store
@@ -120,6 +120,7 @@ class ScriptedDispatcher:
         store: Where records go.
         artifacts: Where files go that outlive their session.
         directory: Where workspaces are made.
+        clean_name: `kernelpool.clean_name`, which this module must not reach for itself.
         slots: Sessions that may run at once.
         queue_limit: Executions that may wait in a session.
         disk_bytes: Size of a workspace.
@@ -135,6 +136,7 @@ class ScriptedDispatcher:
         artifacts: Artifacts,
         directory: Path,
         *,
+        clean_name: Callable[[str], str],
         slots: int = 64,
         queue_limit: int = 16,
         disk_bytes: int = 1024**3,
@@ -146,6 +148,7 @@ class ScriptedDispatcher:
         self._store = store
         self._artifacts = artifacts
         self._directory = directory
+        self._clean_name = clean_name
         self._slots = slots
         self._queue_limit = queue_limit
         self._disk_bytes = disk_bytes
@@ -283,8 +286,10 @@ class ScriptedDispatcher:
     ) -> SessionFile:
         """Write an upload to the workspace."""
         bench = await self._bench(session_id)
-        if safe_name(name) != name:
-            raise BadRequest("The file name has no usable part.", param="file")
+        try:
+            name = self._clean_name(name)
+        except NameRefused as error:
+            raise BadRequest(f"Unusable file name: {error}.", param="file") from error
         partial = anyio.Path(self._directory, f"{session_id}.{secrets.token_hex(8)}")
         size = 0
         try:

@@ -46,13 +46,13 @@ def _finite(value: Any) -> Any:
 
 
 class JsonReply(Response):
-    """A 200 with a JSON body."""
+    """A 200 with a JSON body; bytes are taken for JSON already."""
 
     media_type = JSON_TYPE
 
     def render(self, content: Any) -> bytes:
         """The body's bytes."""
-        return to_json(content)
+        return content if isinstance(content, bytes) else to_json(content)
 
 
 def error_object(error: ServiceError) -> dict[str, Any]:

@@ -88,6 +88,7 @@ async def test_the_same_name_again_keeps_its_id(service: Service) -> None:
         ("..\\..\\y", "y"),
         ("/mnt/data/z", "z"),
         ("a/../../b", "b"),
+        ("folder/", "folder"),
         ("n" * 300 + ".txt", "n" * 251 + ".txt"),
     ],
 )
@@ -96,7 +97,7 @@ async def test_a_name_stays_below_the_workspace(service: Service, name: str, pat
     assert file["path"] == f"/mnt/data/{path}"
 
 
-@pytest.mark.parametrize("name", ["..", ".", "a/", "   "])
+@pytest.mark.parametrize("name", ["..", ".", "/", "   "])
 async def test_a_name_without_a_usable_part_is_a_400(service: Service, name: str) -> None:
     container = await service.container()
     refused = await service.http.post(

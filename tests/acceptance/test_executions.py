@@ -342,6 +342,18 @@ async def test_executions_are_listed_page_by_page(service: Service) -> None:
     assert seen == made
 
 
+async def test_a_page_of_large_executions_ends_early(service: Service) -> None:
+    container = await service.container()
+    made = [(await service.run(container, "print('x' * 4000000)"))["id"] for _ in range(7)]
+    path = f"/v1/containers/{container}/executions?order=asc&limit=100"
+    first = (await service.http.get(path)).json()
+    assert [item["id"] for item in first["data"]] == made[:5]
+    assert (first["has_more"], first["first_id"], first["last_id"]) == (True, made[0], made[4])
+    rest = (await service.http.get(f"{path}&after={made[4]}")).json()
+    assert [item["id"] for item in rest["data"]] == made[5:]
+    assert rest["has_more"] is False
+
+
 async def test_a_silent_stream_is_kept_alive_by_comments(
     service_with: ServiceWith, monkeypatch: pytest.MonkeyPatch
 ) -> None:

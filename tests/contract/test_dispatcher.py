@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import pytest
 
+from kernelpool import clean_name
 from orchestrator.artifacts import Artifacts
 from orchestrator.dispatch import Dispatcher
 from orchestrator.embedded_redis import redis_server
@@ -124,7 +125,11 @@ async def bench(request: pytest.FixtureRequest, state_directory: Path) -> AsyncI
             redis_server(state_directory) as url,
             open_store(url, artifacts) as store,
             ScriptedDispatcher(
-                store, artifacts, state_directory / "workspaces", queue_limit=QUEUE_LIMIT
+                store,
+                artifacts,
+                state_directory / "workspaces",
+                clean_name=clean_name,
+                queue_limit=QUEUE_LIMIT,
             ) as dispatcher,
         ):
             yield Bench(dispatcher, store)
@@ -386,6 +391,17 @@ async def test_an_upload_that_breaks_off_changes_nothing(bench: Bench, session: 
     assert await bench.read(session, put.id) == b"before"
     seen = await bench.run(session, "open('b.txt').read()")
     assert seen.error is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "path"), [("../../x", "x"), ("..\\y", "y"), ("e\u0301\0.txt", "é.txt")]
+)
+async def test_a_hostile_name_stays_in_the_workspace(
+    bench: Bench, session: str, given: str, path: str
+) -> None:
+    put = await bench.dispatcher.put_file(session, given, chunks(b"x"))
+    assert put.path == path
+    assert (await bench.run(session, f"open('{path}').read()")).result == "'x'"
 
 
 @pytest.mark.parametrize("name", ["", ".", ".."])

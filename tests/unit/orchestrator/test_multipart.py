@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import AsyncIterator
 
 import pytest
@@ -64,11 +63,11 @@ async def test_what_looks_like_a_boundary_is_content(content: list[bytes], size:
         st.characters(exclude_categories=["Cc", "Cs"], exclude_characters='/\\"'),
         min_size=1,
         max_size=40,
-    ).filter(lambda name: name.strip(" .") and "%22" not in name and "%0" not in name)
+    ).filter(lambda name: "%22" not in name and "%0" not in name)
 )
 async def test_any_name_arrives_as_it_was_sent(name: str) -> None:
     found, _ = await read(form(upload(b"x", name)))
-    assert found == unicodedata.normalize("NFC", name)
+    assert found == name
 
 
 @pytest.mark.parametrize(
@@ -157,11 +156,9 @@ def test_a_content_type_without_a_usable_boundary_is_refused(content_type: str) 
         UploadForm(content_type, pieces(b""), max_bytes=9)
 
 
-@pytest.mark.parametrize(
-    "disposition", ['form-data; name="file"', 'form-data; name="file"; filename=".."']
-)
-async def test_a_file_without_a_usable_name_is_refused(disposition: str) -> None:
-    reader = UploadForm(TYPE, pieces(form(part(disposition, b"x"))), max_bytes=9)
+async def test_a_file_without_a_name_is_refused() -> None:
+    body = form(part('form-data; name="file"', b"x"))
+    reader = UploadForm(TYPE, pieces(body), max_bytes=9)
     with pytest.raises(BadRequest) as refused:
         await reader.find_file()
     assert refused.value.param == "file"
