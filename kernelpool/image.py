@@ -37,6 +37,7 @@ import docker
 import docker.errors
 import requests.exceptions
 from anyio import CapacityLimiter, from_thread, to_thread
+from docker.utils import parse_repository_tag
 from packaging.markers import Environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
@@ -418,13 +419,13 @@ async def build(
 
 async def _pull(engine: _Engine, source: str, steps: Steps) -> None:
     steps.next("pull")
-    repository, _, tag = source.rpartition(":") if ":" in source else (source, "", "latest")
+    repository, tag = parse_repository_tag(source)
     await engine.follow(
         f"pull {source} (`--from debian` needs no image registry)",
         steps.detail,
         engine.client.api.pull,
         repository=repository,
-        tag=tag,
+        tag=tag or "latest",
         stream=True,
         decode=True,
     )
