@@ -3,7 +3,7 @@
 The dispatcher answers at once, so that everything measured is ours: server, gate, parsing, checks,
 reply. One keep-alive connection over loopback, client in the same process. Prints JSON.
 
-    python benchmarks/http_layer.py
+    python -m benchmarks.http_layer
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from http_client import Connection
+from benchmarks.http_client import Connection
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse

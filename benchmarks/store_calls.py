@@ -3,7 +3,7 @@
 Prints JSON: microseconds per call (p50, p95) on the event loop the server runs on, beside a bare
 PING on the same connection, with the machine's facts.
 
-    python benchmarks/store_calls.py
+    python -m benchmarks.store_calls
 """
 
 from __future__ import annotations
