@@ -22,7 +22,7 @@ async def measure(bench: Bench) -> list[Row]:
     ours: list[float] = []
     by_hand: list[float] = []
     async with bench.product(pool_size=0) as server, server.connect() as connection:
-        for turn in bench.turns(bench.repeat + 1, within=LIMIT / 2):
+        for _ in bench.turns(bench.repeat + 1, within=LIMIT / 2):
             async with bench.plain() as plain:
                 ready = plain.ready_seconds
             begun = time.perf_counter()

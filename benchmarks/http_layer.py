@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from benchmarks.http_client import Connection
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from benchmarks.http_client import Connection
 from kernelpool import clean_name
 from orchestrator.app import create_app
 from orchestrator.artifacts import Artifacts
