@@ -143,6 +143,9 @@ class Owner:
             max_lifetime=self._limits.max_lifetime,
             tenant_limit=self._limits.tenant_sessions,
         )
+        # Its first code comes soon, and must not share the processors with the warming of the slot
+        # that takes this one's place.
+        self._pool.executed()
         try:
             lease = await self._pool.lease(session_id, memory_bytes=memory_bytes)
         except KernelPoolError as error:
