@@ -137,6 +137,12 @@ def message_type(message: Message) -> str:
     return text_of(header.get("msg_type")) if isinstance(header, Mapping) else ""
 
 
+def message_id(message: Message) -> str:
+    """The `msg_id` of a message; an empty string when it has none."""
+    header = message.get("header")
+    return text_of(header.get("msg_id")) if isinstance(header, Mapping) else ""
+
+
 def parent_id(message: Message) -> str:
     """The `msg_id` of the request that a message belongs to; an empty string when it has none."""
     parent = message.get("parent_header")

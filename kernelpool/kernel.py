@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from signal import SIGCONT, SIGINT, Signals
 from typing import Any, Final, Literal
 
@@ -41,6 +41,7 @@ from kernelpool.execution import (
     Channel,
     Execution,
     Message,
+    message_id,
     message_type,
     output_event,
     parent_id,
@@ -49,6 +50,7 @@ from kernelpool.journal import Journal
 from kernelpool.lifecycle import Cause, State, step
 from kernelpool.provisioner import SandboxProvisioner, Seat, make_provisioner
 from kernelpool.runtime import Exit, Process, Sample
+from kernelpool.wire import WireError
 
 log = structlog.get_logger(__name__)
 
@@ -100,6 +102,10 @@ class _Run:
         self.started_at = time.monotonic()
         self.last_message_at = self.started_at
         self.before = before
+        self.heard = False
+        """Whether a message of it has come from the kernel."""
+        self.held: list[tuple[Channel, Message]] | None = None
+        """Messages that wait while the journal is read; None otherwise."""
         self.out_of_memory = False
         self.exit: Exit | None = None
         self.backlog = 0
@@ -157,6 +163,8 @@ class Kernel:
         """Each is called with every message of the kernel, on the event loop."""
         self.end: KernelEnd | None = None
         """Why the last process ended; None while none has."""
+        self.on_start: Callable[[], None] | None = None
+        """Called when a new process is ready, so that its whereabouts can be written down."""
         self.generation = 0
         """Grows with each new process: variables live as long as this does not change."""
         self._provisioner: SandboxProvisioner | None = None
@@ -191,6 +199,33 @@ class Kernel:
         """
         async with self._turn:
             await self._have_process()
+
+    async def record(self) -> dict[str, Any]:
+        """What a later worker needs to adopt the process; secret, because it holds the key.
+
+        Raises:
+            KernelClosed: there is no process.
+        """
+        if self._provisioner is None:
+            raise KernelClosed("the kernel has no process")
+        return {
+            "kernel_id": self.kernel_id,
+            "generation": self.generation,
+            "provisioner": await self._provisioner.get_provisioner_info(),
+        }
+
+    async def adopt(self, record: Mapping[str, Any]) -> None:
+        """Take over the process that an earlier worker started.
+
+        Raises:
+            KernelStartError: it ended meanwhile.
+        """
+        async with self._turn:
+            provisioner = await to_thread.run_sync(make_provisioner, self.seat, self.kernel_id)
+            await provisioner.load_provisioner_info(record["provisioner"])
+            self._attach(provisioner)
+            self.generation = record["generation"]
+            self._move(Cause.READY)
 
     async def restart(self) -> None:
         """Replace the process: a new one on the same files. An execution under way ends.
@@ -251,6 +286,37 @@ class Kernel:
             deadline = run.started_at + timeout
             try:
                 async for event in self._follow(run, deadline):
+                    yield event
+            finally:
+                if self._run is run:
+                    await asyncio.shield(self._abandon(run))
+
+    async def resume(self, request_id: str, *, timeout: float) -> AsyncGenerator[Event]:
+        """Go on with an execution that an earlier worker began; all its events, `Done` last.
+
+        What was published before now is read from the journal, the rest comes as it happens.
+
+        Args:
+            request_id: As it was given to `execute`.
+            timeout: Seconds the code may still take.
+
+        Raises:
+            KernelClosed: the kernel's process has ended.
+        """
+        async with self._turn:
+            if self._channels is None:
+                raise KernelClosed("the kernel ended")
+            run = _Run(request_id, self.sample())
+            run.held = []
+            self._move(Cause.EXECUTE)
+            self._run = run
+            try:
+                if not await self._replay(run):
+                    self._run = None
+                    self._move(Cause.COMPLETE)
+                    yield Done("failed", Usage(0.0), failure=_NEVER_SENT)
+                    return
+                async for event in self._follow(run, run.started_at + timeout):
                     yield event
             finally:
                 if self._run is run:
@@ -351,16 +417,7 @@ class Kernel:
             if process.exit is not None or self.state is State.CLOSED:
                 raise KernelClosed("the kernel ended before it was ready")
             await asyncio.sleep(SOCKET_POLL)
-        self._provisioner = provisioner
-        process.on_out_of_memory = self._out_of_memory
-        self._channels = Channels(
-            provisioner.info,
-            identity=self.kernel_id.encode(),
-            jupyter_session=self.kernel_id,
-            take=self._take,
-            broken=self._channels_broken,
-        )
-        self._spawn(self._watch(provisioner, process))
+        self._attach(provisioner)
         while not self._heard.is_set():
             await self.request("shell", "kernel_info_request", {})
             with contextlib.suppress(TimeoutError):
@@ -371,6 +428,47 @@ class Kernel:
             raise KernelClosed("the kernel was shut down")
         self.generation += 1
         self._move(Cause.READY)
+        if self.on_start is not None:
+            self.on_start()
+
+    def _attach(self, provisioner: SandboxProvisioner) -> None:
+        process = provisioner.process
+        assert process is not None
+        self._provisioner = provisioner
+        process.on_out_of_memory = self._out_of_memory
+        self._channels = Channels(
+            provisioner.info,
+            identity=self.kernel_id.encode(),
+            jupyter_session=self.kernel_id,
+            take=self._take,
+            broken=self._channels_broken,
+        )
+        self._spawn(self._watch(provisioner, process))
+
+    async def _replay(self, run: _Run) -> bool:
+        """Feed an execution what the journal has of it; whether the kernel ever had it."""
+        assert self._channels is not None
+        wire = self._channels.wire
+        seen: set[str] = set()
+        async for entry in Journal(self.seat.slot.run).records():
+            if entry.channel == "truncated":
+                run.push([_JOURNAL_CUT])
+                continue
+            try:
+                message = wire.decode_signed(entry.frames)
+            except WireError:
+                continue
+            if parent_id(message) == run.message_id:
+                seen.add(message_id(message))
+                run.push(run.execution.feed(entry.channel, message))
+        held, run.held = run.held or [], None
+        for channel, live in held:
+            if message_id(live) not in seen:
+                run.push(run.execution.feed(channel, live))
+        if not seen and not run.heard:
+            # Requests are answered in order: once this one is, the other was never there.
+            await self.request("shell", "kernel_info_request", {})
+        return bool(seen) or run.heard
 
     async def _kill(self, reason: KernelEnd) -> None:
         if self._run is not None:
@@ -546,6 +644,10 @@ class Kernel:
             if channel == "stdin" and message_type(message) == "input_request":
                 self._input_header = dict(message["header"])
             run.last_message_at = time.monotonic()
+            run.heard = True
+            if run.held is not None:
+                run.held.append((channel, message))
+                return
             run.push(run.execution.feed(channel, message))
             if run.backlog > BACKLOG_CHARACTERS:
                 self._hold_output(True)
@@ -663,6 +765,17 @@ def _death(ended: Exit) -> Failure:
         f"The kernel exited with code {ended.exit_code} while the code was running. {kept}",
         {"exit_code": ended.exit_code},
     )
+
+
+_NEVER_SENT: Final = Failure(
+    FailureCode.WORKER_LOST,
+    "The worker ended before it had handed the code to the kernel; the code did not run.",
+)
+
+_JOURNAL_CUT: Final = Notice(
+    "output_missing",
+    "Some output that came while no worker was there is missing: the journal is bounded.",
+)
 
 
 def _kernel_end(ended: Exit) -> KernelEnd:

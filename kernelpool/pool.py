@@ -13,6 +13,8 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
@@ -21,6 +23,7 @@ import structlog
 from kernelpool.errors import KernelPoolError, PoolExhausted
 from kernelpool.events import Output
 from kernelpool.kernel import Kernel
+from kernelpool.lease_records import LeaseRecords
 from kernelpool.lifecycle import State
 from kernelpool.plan import Action, Snapshot, plan
 from kernelpool.profile import Limits, Profile
@@ -57,6 +60,7 @@ class Pool:
         owner: Id of the worker.
         warm: Slots kept warm.
         capacity: Slots at most.
+        records: Directory where leases are written down for a later worker to adopt.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Pool:
         owner: str,
         warm: int,
         capacity: int,
+        records: Path,
     ) -> None:
         self.runtime = runtime
         self.profile = profile
@@ -75,6 +80,7 @@ class Pool:
         self._owner = owner
         self._target = warm
         self._capacity = capacity
+        self._records = LeaseRecords(records)
         self._warm: list[Lease] = []
         self._leased: dict[str, Lease] = {}
         self._warming = 0
@@ -99,12 +105,14 @@ class Pool:
         return f"<Pool {self.profile.name}: {counts}>"
 
     async def __aenter__(self) -> Pool:
-        """Check that kernels can be made here, sweep what an earlier run left, start warming.
+        """Adopt what an earlier run left alive, sweep the rest, and start warming.
 
         Raises:
             EngineUnreachable, ImageMissing, ConfigurationError: the message names the cure.
         """
         await self.runtime.check(self.profile)
+        for session_id, record in await self._records.read():
+            await self._adopt(session_id, record)
         await self.sweep()
         self._keeper = asyncio.create_task(self._keep())
         return self
@@ -171,10 +179,15 @@ class Pool:
         self._changed.set()
         try:
             await self._resize(lease, limits)
+            await self._write_down(session_id, lease)
         except BaseException:
             self.release(session_id)
             raise
         return lease
+
+    def leases(self) -> list[str]:
+        """The sessions that hold a slot."""
+        return list(self._leased)
 
     def leased(self, session_id: str) -> Lease | None:
         """The lease of a session, None when it has none here."""
@@ -183,7 +196,10 @@ class Pool:
     def release(self, session_id: str) -> asyncio.Task[None] | None:
         """Take a session's slot back and remove it, in the background; None when it has none."""
         lease = self._leased.pop(session_id, None)
-        return None if lease is None else self._retire(lease)
+        if lease is None:
+            return None
+        lease.kernel.on_start = None
+        return self._retire(lease, session_id)
 
     def executed(self) -> None:
         """Take note that code runs now; warming waits for a quiet moment."""
@@ -310,12 +326,48 @@ class Pool:
             await kernel.process.resize_memory(limits.memory_bytes)
         kernel.seat = replace(kernel.seat, profile=replace(kernel.seat.profile, limits=limits))
 
-    def _retire(self, lease: Lease) -> asyncio.Task[None]:
-        self._retiring += 1
-        return self._spawn(self._remove(lease))
-
-    async def _remove(self, lease: Lease) -> None:
+    async def _adopt(self, session_id: str, record: dict[str, Any]) -> None:
+        slot = await self._slots.adopt(record["slot_id"])
+        if slot is None:
+            await self._records.remove(session_id)
+            return
+        limits = self.profile.limits.with_memory(record["memory_bytes"])
+        seat = Seat(self.runtime, slot, replace(self.profile, limits=limits), self._owner)
+        kernel = Kernel(seat, record["kernel"]["kernel_id"])
+        lease = Lease(slot, kernel, Workspace(slot.data, slot.uid))
         try:
+            await kernel.adopt(record["kernel"])
+        except KernelPoolError as error:
+            log.info("kernel not adopted", session_id=session_id, reason=str(error))
+            self._retire(lease, session_id)
+            return
+        self._leased[session_id] = lease
+        kernel.on_start = partial(self._write_down_later, session_id, lease)
+        log.info("kernel adopted", session_id=session_id, slot_id=slot.id)
+
+    async def _write_down(self, session_id: str, lease: Lease) -> None:
+        lease.kernel.on_start = partial(self._write_down_later, session_id, lease)
+        if lease.kernel.process is not None:
+            await self._records.write(
+                session_id,
+                {
+                    "slot_id": lease.slot.id,
+                    "memory_bytes": lease.kernel.seat.profile.limits.memory_bytes,
+                    "kernel": await lease.kernel.record(),
+                },
+            )
+
+    def _write_down_later(self, session_id: str, lease: Lease) -> None:
+        self._spawn(self._write_down(session_id, lease))
+
+    def _retire(self, lease: Lease, session_id: str | None = None) -> asyncio.Task[None]:
+        self._retiring += 1
+        return self._spawn(self._remove(lease, session_id))
+
+    async def _remove(self, lease: Lease, session_id: str | None) -> None:
+        try:
+            if session_id is not None:
+                await self._records.remove(session_id)
             async with self._retire_turn:
                 await lease.kernel.close()
                 await self._slots.destroy(lease.slot)

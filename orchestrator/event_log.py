@@ -191,6 +191,11 @@ class EventLog:
         if self._queue:
             log.warning("events not logged at shutdown", entries=len(self._queue))
 
+    async def last_number(self, execution_id: str) -> int:
+        """Sequence number of the last event in the log; -1 when there is none."""
+        _, newest = await self._ends(execution_id)
+        return -1 if newest is None else _number(newest)
+
     async def follow(
         self, execution_id: str, *, after: int = -1, session_id: str | None = None
     ) -> AsyncIterator[ExecutionEvent]:

@@ -85,6 +85,7 @@ async def running_host(
                 owner=worker_id,
                 warm=settings.pool_size,
                 capacity=settings.max_slots,
+                records=settings.state_dir / "leases",
             )
         )
         owner = await stack.enter_async_context(

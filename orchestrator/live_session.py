@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final
@@ -88,6 +88,8 @@ class Job:
         self.cancelled = False
         self.ran = False
         """Whether its code reached the kernel, or may have."""
+        self.logged: int | None = None
+        """Number of the last event that an earlier worker sent; None when this one began it."""
         self.flushing = False
         """Whether a flush of its transcript is due."""
         self.reserved = asyncio.Event()
@@ -221,6 +223,21 @@ class LiveSession:
         self._changed.set()
         return job
 
+    def take_up(self, execution: Execution, *, timeout: float, logged: int) -> None:
+        """Go on with an execution that an earlier worker began.
+
+        Args:
+            execution: As it was recorded.
+            timeout: Seconds it may still take.
+            logged: Number of the last event in its log.
+        """
+        order = ExecutionOrder(execution.code, timeout, background=True)
+        job = Job(replace(execution, started_at=None), order)
+        job.logged = max(logged, 0)
+        job.reserved.set()
+        self._jobs.append(job)
+        self._changed.set()
+
     async def cancel(self, execution_id: str) -> Execution:
         """Interrupt the running execution or drop a queued one; a finished one is as it is.
 
@@ -329,19 +346,14 @@ class LiveSession:
             if stands.finished:
                 return _never_ran("The execution had ended before it started.")
         self._pool.executed()
-        await self.files.look()
+        if job.logged is None:
+            await self.files.look()
         job.ran = True
         done: Done | None = None
         watch = self._spawn(self._watch_disk()) if self._slot.quota == "watch" else None
         count: int | None = None
         outputs = 0
-        running = self._kernel.execute(
-            order.code,
-            request_id=job.id,
-            timeout=order.timeout,
-            stdin=order.stdin == "ask",
-            reset=order.reset,
-        )
+        running = self._begin(job)
         try:
             async with aclosing(running):
                 async for event in running:
@@ -369,6 +381,23 @@ class LiveSession:
         self._pool.executed()
         await self._note_full_disk(job)
         return done
+
+    def _begin(self, job: Job) -> AsyncGenerator[Event]:
+        order = job.order
+        if job.logged is None:
+            return self._kernel.execute(
+                order.code,
+                request_id=job.id,
+                timeout=order.timeout,
+                stdin=order.stdin == "ask",
+                reset=order.reset,
+            )
+        # All that the code has published is told again, so what is in the log is taken back.
+        clear = {"output_index": None, "output": None}
+        cleared = ExecutionEvent(job.logged + 1, EventType.OUTPUT_UPDATED, clear)
+        self._send(job, [cleared])
+        job.transcript.continue_from(job.sent)
+        return self._kernel.resume(job.id, timeout=order.timeout)
 
     def _feed(self, job: Job, event: Event) -> None:
         now = self._store.clock()

@@ -20,6 +20,7 @@ from kernelpool import (
     MEMORY_TIERS,
     FailureCode,
     KernelPoolError,
+    Lease,
     NameRefused,
     Pool,
     PoolExhausted,
@@ -43,7 +44,7 @@ from orchestrator.executions import (
     ExecutionOrder,
     ExecutionStatus,
 )
-from orchestrator.live_session import LiveSession
+from orchestrator.live_session import HOLD_MARGIN, LiveSession
 from orchestrator.session_files import stored_content
 from orchestrator.sessions import EndReason, Session, SessionFile, SessionOrder, SessionStatus
 from orchestrator.store import Store
@@ -52,6 +53,9 @@ log = structlog.get_logger(__name__)
 
 SLOT_RETRY: Final = 5.0
 """Seconds after which a caller that found no slot may try again."""
+
+LEAST_TIMEOUT: Final = 1.0
+"""Seconds that an adopted execution may still take at least: enough to find that it has ended."""
 
 CLOSE_TIMEOUT: Final = 60.0
 """Seconds that the end of the process waits for sessions to be archived."""
@@ -104,9 +108,20 @@ class Owner:
         return f"<Owner {self._worker_id}: {len(self._live)} live>"
 
     async def __aenter__(self) -> Owner:
-        """End the sessions that an earlier run of this worker left without a kernel."""
-        for session in await self._store.sessions_of(self._worker_id):
-            await self._fail_unfinished(session.id)
+        """Go on with the sessions whose kernels the pool adopted; the others end as lost."""
+        running = {
+            session.id: session for session in await self._store.sessions_of(self._worker_id)
+        }
+        for session_id in self._pool.leases():
+            if session_id not in running:
+                self._pool.release(session_id)
+        for session in running.values():
+            lease = self._pool.leased(session.id)
+            if lease is not None:
+                await self._take_up(self._make_live(session, lease))
+                continue
+            for execution in await self._store.unfinished_executions(session.id):
+                await self._store.finish_execution(_lost(execution, at=self._store.clock()))
             await self._store.end_session(session.id, EndReason.WORKER_LOST, epoch=session.epoch)
             self._spawn(self._archive_records(session.id))
         return self
@@ -154,14 +169,7 @@ class Owner:
             if isinstance(error, PoolExhausted):
                 raise NoSlot(f"No free slot: {error}.", retry_after=SLOT_RETRY) from error
             raise Unavailable(f"No slot could be made: {error}", retry_after=SLOT_RETRY) from error
-        self._live[session_id] = LiveSession(
-            session,
-            lease,
-            pool=self._pool,
-            store=self._store,
-            artifacts=self._artifacts,
-            queue_limit=self._limits.queue,
-        )
+        self._make_live(session, lease)
         return session
 
     async def close(self, session_id: str, *, reason: EndReason) -> None:
@@ -257,9 +265,29 @@ class Owner:
             raise Unavailable("The container's worker is not here.", retry_after=1)
         return live
 
-    async def _fail_unfinished(self, session_id: str) -> None:
+    def _make_live(self, session: Session, lease: Lease) -> LiveSession:
+        live = self._live[session.id] = LiveSession(
+            session,
+            lease,
+            pool=self._pool,
+            store=self._store,
+            artifacts=self._artifacts,
+            queue_limit=self._limits.queue,
+        )
+        return live
+
+    async def _take_up(self, live: LiveSession) -> None:
+        """The execution that was running goes on; those that waited are not known well enough."""
+        session_id = live.session.id
         for execution in await self._store.unfinished_executions(session_id):
-            await self._store.finish_execution(_lost(execution, at=self._store.clock()))
+            if execution.status is ExecutionStatus.QUEUED:
+                await self._store.finish_execution(_never_ran(execution, at=self._store.clock()))
+                continue
+            held_until = await self._store.held_until(session_id, execution.id)
+            left = (held_until or 0.0) - HOLD_MARGIN - self._store.clock()
+            logged = await self._store.event_log.last_number(execution.id)
+            live.take_up(execution, timeout=max(left, LEAST_TIMEOUT), logged=logged)
+        log.info("session goes on", session_id=session_id)
 
     async def _drop(self, session_id: str, live: LiveSession | None, artifacts: list[str]) -> None:
         if live is not None:
@@ -292,6 +320,14 @@ class Owner:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("owner task failed", error=repr(error))
+
+
+def _never_ran(execution: Execution, *, at: float) -> Execution:
+    failure = {
+        "code": FailureCode.WORKER_LOST.value,
+        "message": "The worker ended while the execution waited in the queue; it did not run.",
+    }
+    return replace(execution, status=ExecutionStatus.FAILED, completed_at=at, failure=failure)
 
 
 def _lost(execution: Execution, *, at: float) -> Execution:

@@ -445,6 +445,13 @@ class Store:
         """Queued and running executions, in the order of their arrival."""
         return await self._records.decode_all(await self._run("unfinished_executions", session_id))
 
+    async def held_until(self, session_id: str, execution_id: str) -> float | None:
+        """Until when an unfinished execution holds its session; None when it does not."""
+        held = await self._link.call(
+            "ZSCORE", redis_keys.UNFINISHED(session_id), execution_id, repeatable=True
+        )
+        return None if held is None else float(held)
+
     async def apply_file_changes(
         self, session_id: str, *, written: Sequence[FileWritten], removed: Sequence[str]
     ) -> list[SessionFile]:

@@ -68,6 +68,7 @@ class Bench:
             owner=self.owner,
             warm=warm,
             capacity=capacity,
+            records=self.slots.directory.parent / "leases",
         )
         async with pool:
             yield pool

@@ -204,18 +204,61 @@ async def test_a_container_ends_at_its_maximum_lifetime_and_what_code_wrote_stay
         assert (await service.http.get(container)).status_code == 404
 
 
-async def test_a_killed_server_leaves_nothing_once_it_is_started_again(
+async def test_a_killed_server_finds_its_kernels_and_their_running_code_again(
     state: Path, settings: dict[str, str]
 ) -> None:
+    code = (
+        "import os, time\nprint('before', flush=True)\n"
+        "while not os.path.exists('go'): time.sleep(0.05)\nprint('after', x)\n1 / 0"
+    )
     async with running(state, **settings) as service:
         container = await service.container()
-        await service.run(container, "x = 1")
-        running_one = await service.run(container, "while True: pass", background=True)
+        upload = await service.http.post(f"{container}/files", files={"file": ("u", b"up")})
+        await service.run(container, "x = 1\nopen('f', 'w').write('f')")
+        execution = await service.run(container, code, background=True)
+        waiting = await service.run(container, "print('never')", background=True)
+        path = f"{container}/executions/{execution['id']}"
+        async with service.http.stream("GET", path, params={"stream": "true"}) as reply:
+            async for event in events(reply):
+                if event["type"] == "execution.output":
+                    break
         await service.kill()
+    (slot,) = (path.parent for path in (state / "slots").glob("*/data/u"))
+    await asyncio.to_thread((slot / "go").touch)
+    await asyncio.sleep(1)
     async with running(state, **settings) as service:
-        seen = (await service.http.get(container)).json()
+        record = await service.finished(container, execution["id"])
+        assert record["failure"] is None, (record["failure"], service.log)
+        assert (record["status"], record["stdout"]) == ("completed", "before\nafter 1\n")
+        assert record["error"]["name"] == "ZeroDivisionError"
+        never = (await service.http.get(f"{container}/executions/{waiting['id']}")).json()
+        assert (never["status"], never["failure"]["code"]) == ("failed", "worker_lost")
+        after = await service.run(container, "x, open('u').read()")
+        assert (after["result"], after["state_reset"]) == ("(1, 'up')", False)
+        content = await service.http.get(f"{container}/files/{upload.json()['id']}/content")
+        assert content.content == b"up"
+
+
+async def test_a_killed_server_whose_kernels_died_too_tells_so_and_leaves_nothing(
+    state: Path, settings: dict[str, str]
+) -> None:
+    code = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)\nos._exit(0)"
+    async with running(state, **settings) as service:
+        container = await service.container()
+        await service.run(container, "open('f', 'w').write('f')")
+        execution = await service.run(container, code, background=True)
+        path = f"{container}/executions/{execution['id']}"
+        async with service.http.stream("GET", path, params={"stream": "true"}) as reply:
+            async for event in events(reply):
+                if event["type"] == "execution.started":
+                    break
+        await service.kill()
+    (slot,) = (path.parent for path in (state / "slots").glob("*/data/f"))
+    await asyncio.to_thread((slot / "go").touch)
+    await asyncio.sleep(1)
+    async with running(state, **settings) as service:
+        seen = await retrieved(service, container)
         assert (seen["status"], seen["end_reason"]) == ("expired", "worker_lost")
-        path = f"{container}/executions/{running_one['id']}"
         record = (await service.http.get(path)).json()
         assert (record["status"], record["failure"]["code"]) == ("failed", "worker_lost")
         fresh = await service.container()
