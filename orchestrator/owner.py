@@ -243,7 +243,7 @@ class Owner:
                 yield content
             return
         file = await self._store.get_file(session_id, file_id)
-        if file.source == "user":
+        if not file.outlives_session:
             raise SessionExpired
         try:
             async with stored_content(file, self._artifacts) as content:

@@ -80,3 +80,8 @@ class SessionFile:
     """`user` for uploads, `assistant` for what code wrote."""
     artifact: str | None = None
     """Key in the artifact store of the newest stored version; None until it is stored."""
+
+    @property
+    def outlives_session(self) -> bool:
+        """Whether callers can fetch it once the session has ended, for the retention time."""
+        return self.source == "assistant"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -36,7 +37,8 @@ async def serve(
         loop.add_signal_handler(signum, stop.set)
     listener = listen(host, port)
     async with running_host(settings) as parts:
-        app = create_app(settings=settings, store=parts.store, dispatcher=parts.owner)
+        served = replace(settings, allowed_hosts=(*settings.allowed_hosts, host))
+        app = create_app(settings=served, store=parts.store, dispatcher=parts.owner)
         async with serving(app, listener, tls=tls) as address:
             log.info("serving", url=f"{address.url}/v1", runtime=parts.chosen.runtime.name)
             await stop.wait()

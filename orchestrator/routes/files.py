@@ -185,7 +185,7 @@ class Files:
         """Look at a file's record."""
         session = await self._store.get_session(container_id, tenant_of(request))
         file = await self._store.get_file(container_id, file_id)
-        if file.artifact is None:
+        if not file.outlives_session:
             _refuse_expired(session)
         return JsonReply(file_object(file))
 
