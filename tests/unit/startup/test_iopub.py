@@ -95,13 +95,13 @@ async def test_a_subscriber_killed_in_a_flood_does_not_stop_the_cell(
         assert subscriber.stdout is not None
         with anyio.fail_after(10):
             assert (await subscriber.stdout.receive()).startswith(b"subscribed")
-        id = await kernel.execute(FLUSHED_LINES.format(count=30_000))
+        id = await kernel.execute(FLUSHED_LINES.format(count=10_000))
         await anyio.sleep(2)
         held_back = kernel.reply_to(id) is None
         subscriber.send_signal(signal.SIGKILL)
         outcome = await kernel.outcome(id)
         assert held_back
-        assert outcome.stdout == "".join(f"{i}\n" for i in range(30_000))
+        assert outcome.stdout == "".join(f"{i}\n" for i in range(10_000))
     finally:
         with suppress(ProcessLookupError):
             subscriber.kill()
@@ -109,7 +109,7 @@ async def test_a_subscriber_killed_in_a_flood_does_not_stop_the_cell(
 
 
 async def test_a_flood_with_nobody_connected_does_not_block(kernel: StartedKernel) -> None:
-    await kernel.execute(FLUSHED_LINES.format(count=30_000) + "\nopen('done', 'w').close()")
+    await kernel.execute(FLUSHED_LINES.format(count=10_000) + "\nopen('done', 'w').close()")
     await kernel.disconnect()
     with anyio.fail_after(30):
         await kernel.connect()
