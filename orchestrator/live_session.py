@@ -252,6 +252,8 @@ class LiveSession:
 
     def abandon(self, job: Job) -> None:
         """End an execution that nobody waits for; its record tells what came of it."""
+        if job.finished:
+            return
         job.cancelled = True
         if self._jobs and self._jobs[0] is job:
             self._kernel.interrupt()
