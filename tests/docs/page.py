@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import IO, Final
 
 FENCE: Final = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PORT: Final = "8000"
-"""The port that pages speak of."""
+PORTS: Final = re.compile(r":(8000|8443)\b")
+"""The ports that pages speak of."""
+UP: Final = re.compile(r"^(\S*kernelpool up\b.*)$", re.MULTILINE)
 END: Final = "-- end of block, status "
 
 INTERPRETER: Final = f"""
@@ -73,16 +74,18 @@ class Reader:
 
     def do(self, block: Block) -> str:
         """Run a block; what it printed."""
-        text = block.text.replace(f":{PORT}", f":{self._port}")
+        text = PORTS.sub(f":{self._port}", block.text)
         if block.language == "python":
             return self._run(self._python, repr(text))
-        if re.match(r"\S*kernelpool up\b", text):
-            return self._serve(text.strip())
+        if UP.search(text):
+            return self._serve(UP.sub(rf"exec \1 --port {self._port}", text))
         return self._run(self._shell, f'{text}printf "\\n{END}%d\\n" "$?"')
 
-    def as_printed(self, output: str) -> str:
-        """Output with the page's port in the place of ours."""
-        return output.replace(f":{self._port}", f":{PORT}")
+    def matches(self, printed: str, promised: str) -> bool:
+        """Whether output is what a page says, `...` standing for anything."""
+        here = PORTS.sub(f":{self._port}", promised.strip())
+        pattern = re.escape(here).replace(re.escape("..."), ".*?")
+        return re.fullmatch(pattern, printed.strip(), re.DOTALL) is not None
 
     def _start(self, *command: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -111,7 +114,7 @@ class Reader:
         raise AssertionError(f"the block ended its interpreter: {printed}")
 
     def _serve(self, command: str) -> str:
-        server = self._start("bash", "-c", f"exec {command} --port {self._port}")
+        server = self._start("bash", "-c", command)
         self._cleanup.callback(_stop, server)
         printed = ""
         for line in _lines(server):
@@ -129,12 +132,6 @@ def reading(directory: Path, environment: Mapping[str, str]) -> Iterator[Reader]
         yield reader
     finally:
         reader.close()
-
-
-def matches(printed: str, promised: str) -> bool:
-    """Whether output is what a page says, `...` standing for anything."""
-    pattern = re.escape(promised.strip()).replace(re.escape("..."), ".*?")
-    return re.fullmatch(pattern, printed.strip(), re.DOTALL) is not None
 
 
 def _lines(process: subprocess.Popen[str]) -> IO[str]:
