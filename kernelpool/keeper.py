@@ -48,6 +48,10 @@ WATCH_SECONDS: Final = 0.25
 WATCH_CLOSELY_SECONDS: Final = 0.05
 """Seconds between two looks at the memory, and from half of the limit on."""
 
+FOUND_SECONDS: Final = 30.0
+"""Seconds between two looks whether the directory is still there: without it no sweep can find the
+sandbox, so it ends."""
+
 NICE: Final = 5
 OOM_SCORE: Final = 500
 """Where the host itself runs out of memory, kernels go before the worker (-1000..1000)."""
@@ -248,12 +252,16 @@ class Keeper:
         poll.register(self._text, select.POLLIN)
         next_look = time.monotonic()
         while True:
-            pause = None if self._limit_bytes is None else max(0, next_look - time.monotonic())
-            ready = dict(poll.poll(None if pause is None else pause * 1000))
+            pause = FOUND_SECONDS
+            if self._limit_bytes is not None:
+                pause = max(0.0, next_look - time.monotonic())
+            ready = dict(poll.poll(pause * 1000))
             if self._text in ready and not self._drain():
                 poll.unregister(self._text)
             if self._monitor_fd in ready:
                 break
+            if not ready and not self._directory.is_dir():
+                self._kill_init()
             if self._limit_bytes is not None and time.monotonic() >= next_look:
                 next_look = time.monotonic() + self._look(self._limit_bytes)
         self._finish()
@@ -370,8 +378,9 @@ class Keeper:
     def _write_state(self) -> None:
         path = self._directory / "state"
         new = path.with_suffix(".new")
-        new.write_text(json.dumps(self._state), encoding="utf-8")
-        new.replace(path)
+        with suppress(FileNotFoundError):
+            new.write_text(json.dumps(self._state), encoding="utf-8")
+            new.replace(path)
 
 
 def tail(directory: Path) -> str:
@@ -411,7 +420,8 @@ def _become_sandbox(plan: Plan, *, text: int, status: int, release: int) -> NoRe
             os.setresgid(plan["uid"], plan["uid"], plan["uid"])
             os.setresuid(plan["uid"], plan["uid"], plan["uid"])
         os.umask(0o022)
-        options = ["--json-status-fd", str(status), "--block-fd", str(release)]
+        # The parent is the keeper, not the worker: no sandbox is to run without its keeper.
+        options = ["--die-with-parent", "--json-status-fd", str(status), "--block-fd", str(release)]
         if plan["seccomp"]:
             options += ["--seccomp", str(_in_memory(bytes.fromhex(plan["seccomp"])))]
         for destination, content in plan["files"].items():

@@ -96,6 +96,8 @@ class Sandbox:
     async def kill(self) -> None:
         """SIGKILL the namespace's init, and with it everything in the namespace."""
         if self.exit is None:
+            if self._keeper_fd < 0:
+                raise EngineError(f"the runtime of {self.id} was left: adopt it with another")
             _send(self._init_fd, signal.SIGKILL)
             with anyio.move_on_after(KILL_SECONDS):
                 await self._ended.wait()
@@ -362,6 +364,7 @@ class BubblewrapRuntime:
             init, _ = _read_json(directory / "state")["init"]
             return _Started(keeper_fd, init, os.pidfd_open(init), group)
         except BaseException:
+            _send(keeper_fd, signal.SIGKILL)
             os.close(keeper_fd)
             raise
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import shutil
 import signal
 import tempfile
@@ -20,6 +21,7 @@ import pytest
 from anyio import to_thread
 from blockbuster import BlockBuster
 
+from kernelpool.errors import EngineError
 from kernelpool.profile import MIB, Limits, Profile
 from kernelpool.runtime import Exit, Launch
 from kernelpool.sandbox import BubblewrapRuntime, Sandbox
@@ -351,7 +353,7 @@ async def test_what_the_worker_ignores_is_not_ignored_inside(
     assert ignored == [0, "default_int_handler"]
 
 
-async def test_a_sandbox_does_not_outlive_its_keeper_unseen(cell: Cell) -> None:
+async def test_a_sandbox_ends_with_its_keeper(cell: Cell) -> None:
     sandbox = await cell.start("time.sleep(3600)")
     state = cell.runtime.state_of(sandbox.id)
 
@@ -361,6 +363,25 @@ async def test_a_sandbox_does_not_outlive_its_keeper_unseen(cell: Cell) -> None:
     assert ended == Exit(None, out_of_memory=False)
     await sandbox.remove()
     assert not await to_thread.run_sync(Path(f"/proc/{state['init'][0]}/exe").exists)
+
+
+async def test_a_sandbox_ends_with_its_keeper_when_no_worker_is_there(cell: Cell) -> None:
+    control_groups = cell.runtime.capabilities.memory_limit
+    earlier = Cell(cell.directory, Path(cell.profile.image), control_groups=control_groups)
+    async with earlier.runtime:
+        sandbox = await earlier.start("time.sleep(3600)")
+    state = cell.runtime.state_of(sandbox.id)
+    init = os.pidfd_open(state["init"][0])
+
+    os.kill(state["keeper"][0], signal.SIGKILL)
+
+    ended, _, _ = await to_thread.run_sync(select.select, [init], [], [], 10)
+    os.close(init)
+    await to_thread.run_sync(os.waitpid, state["keeper"][0], 0)
+    assert ended
+    assert [owned.running for owned in await cell.runtime.owned()] == [False]
+    with pytest.raises(EngineError, match="adopt"):
+        await sandbox.kill()
 
 
 async def test_a_reused_process_id_is_never_taken_for_a_sandbox(cell: Cell) -> None:
