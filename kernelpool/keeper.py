@@ -271,7 +271,12 @@ class Keeper:
         with suppress(ProcessLookupError):
             os.kill(self._monitor, signal.SIGKILL)
         self._kill_init()
-        self._reap()
+        with suppress(ChildProcessError):
+            self._reap()
+
+    def note(self, text: str) -> None:
+        """Add to what the sandbox printed."""
+        self._output.append(text.encode())
 
     def _fork(self) -> int:
         self._text, text = os.pipe2(os.O_CLOEXEC)
@@ -522,7 +527,12 @@ def main() -> int:
     os.dup2(nothing, 2)
     if error is not None:
         return 1
-    keeper.keep()
+    try:
+        keeper.keep()
+    except Exception as failure:
+        keeper.abandon()
+        keeper.note(f"\nthe keeper failed: {failure!r}\n")
+        return 1
     return 0
 
 

@@ -13,33 +13,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
-from signal import SIGCONT, SIGINT, Signals
+from signal import SIGCONT, SIGINT
 from typing import Any, Final, Literal
 
 import structlog
 from anyio import to_thread
 
+from kernelpool import outcome
 from kernelpool.channels import Channels
 from kernelpool.errors import KernelClosed, KernelStartError
 from kernelpool.events import (
-    DisplayData,
     Done,
     Event,
-    ExecuteResult,
     Failure,
-    FailureCode,
     KernelEnd,
-    Notice,
     Output,
-    Stream,
-    UpdateDisplay,
     Usage,
 )
 from kernelpool.execution import (
     Channel,
-    Execution,
     Message,
     message_id,
     message_type,
@@ -49,7 +42,8 @@ from kernelpool.execution import (
 from kernelpool.journal import Journal
 from kernelpool.lifecycle import Cause, State, step
 from kernelpool.provisioner import SandboxProvisioner, Seat, make_provisioner
-from kernelpool.runtime import Exit, Process, Sample
+from kernelpool.run import Run
+from kernelpool.runtime import Process, Sample
 from kernelpool.wire import WireError
 
 log = structlog.get_logger(__name__)
@@ -84,59 +78,6 @@ BACKLOG_CHARACTERS: Final = 4_000_000
 JOURNAL_BYTES: Final = 8 * 1024 * 1024
 """Growth of the journal after which it is emptied between executions; it counts to the quota."""
 
-MERGED_CHARACTERS: Final = 8_000
-"""Text of one stream that waits is joined up to about this length: fewer events, same text."""
-
-Ending = Literal["timed_out", "cancelled", "failed"]
-
-
-class _Run:
-    """The execution under way: what its messages brought and nobody has taken yet."""
-
-    def __init__(self, message_id: str, before: Sample) -> None:
-        self.message_id = message_id
-        self.execution = Execution()
-        self.wake = asyncio.Event()
-        self.ending: Ending | None = None
-        self.failure: Failure | None = None
-        self.started_at = time.monotonic()
-        self.last_message_at = self.started_at
-        self.before = before
-        self.heard = False
-        """Whether a message of it has come from the kernel."""
-        self.held: list[tuple[Channel, Message]] | None = None
-        """Messages that wait while the journal is read; None otherwise."""
-        self.out_of_memory = False
-        self.exit: Exit | None = None
-        self.backlog = 0
-        self._events: deque[Event] = deque()
-
-    def push(self, events: list[Event]) -> None:
-        for event in events:
-            self.backlog += _weight(event)
-            self._events.append(self._merged(event))
-        self.wake.set()
-
-    def _merged(self, event: Event) -> Event:
-        """The event, joined to the one before it when both are short text of one stream."""
-        last = self._events[-1] if self._events else None
-        if (
-            isinstance(event, Stream)
-            and isinstance(last, Stream)
-            and event.name == last.name
-            and len(last.text) < MERGED_CHARACTERS
-        ):
-            self._events.pop()
-            return Stream(event.name, last.text + event.text)
-        return event
-
-    def take(self) -> Event | None:
-        if not self._events:
-            return None
-        event = self._events.popleft()
-        self.backlog -= _weight(event)
-        return event
-
 
 class Kernel:
     """One kernel on one seat, for the life of its session; its process may be replaced.
@@ -169,7 +110,7 @@ class Kernel:
         """Grows with each new process: variables live as long as this does not change."""
         self._provisioner: SandboxProvisioner | None = None
         self._channels: Channels | None = None
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._turn = asyncio.Lock()
         self._waiting: dict[str, asyncio.Future[Message]] = {}
         self._heard = asyncio.Event()
@@ -306,7 +247,7 @@ class Kernel:
         async with self._turn:
             if self._channels is None:
                 raise KernelClosed("the kernel ended")
-            run = _Run(request_id, self.sample())
+            run = Run(request_id, self.sample())
             run.held = []
             self._move(Cause.EXECUTE)
             self._run = run
@@ -314,7 +255,7 @@ class Kernel:
                 if not await self._replay(run):
                     self._run = None
                     self._move(Cause.COMPLETE)
-                    yield Done("failed", Usage(0.0), failure=_NEVER_SENT)
+                    yield Done("failed", Usage(0.0), failure=outcome.NEVER_SENT)
                     return
                 async for event in self._follow(run, run.started_at + timeout):
                     yield event
@@ -445,14 +386,14 @@ class Kernel:
         )
         self._spawn(self._watch(provisioner, process))
 
-    async def _replay(self, run: _Run) -> bool:
+    async def _replay(self, run: Run) -> bool:
         """Feed an execution what the journal has of it; whether the kernel ever had it."""
         assert self._channels is not None
         wire = self._channels.wire
         seen: set[str] = set()
         async for entry in Journal(self.seat.slot.run).records():
             if entry.channel == "truncated":
-                run.push([_JOURNAL_CUT])
+                run.push([outcome.JOURNAL_CUT])
                 continue
             try:
                 message = wire.decode_signed(entry.frames)
@@ -508,7 +449,7 @@ class Kernel:
                 self._journaled_bytes = self._channels.received_bytes
                 await Journal(self.seat.slot.run).truncate_if_over(JOURNAL_BYTES)
 
-    def _begin(self, code: str, request_id: str | None, *, stdin: bool, reset: bool) -> _Run:
+    def _begin(self, code: str, request_id: str | None, *, stdin: bool, reset: bool) -> Run:
         assert self._channels is not None
         process = self.process
         assert process is not None
@@ -529,10 +470,10 @@ class Kernel:
             metadata={"kernelpool": {"reset": True}} if reset else None,
         )
         self._move(Cause.EXECUTE)
-        self._run = _Run(message_id, before)
+        self._run = Run(message_id, before)
         return self._run
 
-    async def _follow(self, run: _Run, deadline: float) -> AsyncIterator[Event]:
+    async def _follow(self, run: Run, deadline: float) -> AsyncIterator[Event]:
         killing: asyncio.Task[None] | None = None
         while True:
             while (event := run.take()) is not None:
@@ -543,7 +484,7 @@ class Kernel:
             if run.exit is not None or run.execution.complete:
                 break
             if run.execution.half_complete and now - run.last_message_at > MISSING_PATIENCE:
-                run.push([_missing_notice(run.execution)])
+                run.push([outcome.missing_notice(run.execution, MISSING_PATIENCE)])
                 break
             if now >= deadline or (run.ending is not None and killing is None):
                 run.ending = run.ending or "timed_out"
@@ -560,12 +501,12 @@ class Kernel:
         if killing is not None:
             await self._call_off(killing)
         if run.out_of_memory and run.exit is None:
-            run.push([_memory_notice(self.seat.profile.limits.memory_bytes)])
+            run.push([outcome.memory_notice(self.seat.profile.limits.memory_bytes)])
         while (event := run.take()) is not None:
             yield event
         yield self._finish(run)
 
-    async def _interrupt_then_kill(self, run: _Run) -> None:
+    async def _interrupt_then_kill(self, run: Run) -> None:
         process = self.process
         if process is None:
             return
@@ -583,55 +524,23 @@ class Kernel:
             killing.cancel()
         await asyncio.wait([killing])
 
-    async def _abandon(self, run: _Run) -> None:
+    async def _abandon(self, run: Run) -> None:
         """See to it that nobody's code goes on running when its caller has gone."""
         run.ending = run.ending or "cancelled"
         async for _ in self._follow(run, time.monotonic()):
             pass
 
-    def _finish(self, run: _Run) -> Done:
+    def _finish(self, run: Run) -> Done:
         if self._run is run:
             self._run = None
         self._input_header = None
         if self._holding:
             self._hold_output(False)
-        usage = self._usage(run)
+        done = run.done(self.seat.profile.limits, self.sample())
         if run.exit is not None:
-            self._move(Cause.EXITED)
-            return self._died(run, usage)
-        self._move(Cause.COMPLETE)
-        count = run.execution.execution_count
-        if run.ending is not None:
-            return Done(run.ending, usage, count, failure=_ending_failure(run))
-        return Done(run.execution.reply or "ok", usage, count)
-
-    def _died(self, run: _Run, usage: Usage) -> Done:
-        assert run.exit is not None
-        count = run.execution.execution_count
-        limits = self.seat.profile.limits
-        if run.ending is not None:
-            timed_out = run.ending == "timed_out"
-            self.end = KernelEnd.TIME_LIMIT if timed_out else KernelEnd.RESTARTED
-            return Done(run.ending, usage, count, _ending_failure(run), self.end)
-        self.end = _kernel_end(run.exit)
-        if run.exit.out_of_memory:
-            peak = max(usage.memory_peak_bytes or 0, limits.memory_bytes)
-            failure = Failure(
-                FailureCode.OUT_OF_MEMORY,
-                f"The kernel used all of its {limits.memory_bytes:,} bytes of memory and was "
-                "ended. Variables are gone, files are kept.",
-                {"limit_bytes": limits.memory_bytes, "peak_bytes": peak},
-            )
-            return Done("failed", usage, count, failure, self.end)
-        return Done("failed", usage, count, _death(run.exit), self.end)
-
-    def _usage(self, run: _Run) -> Usage:
-        now = self.sample()
-        cpu_seconds = None
-        if now.cpu_seconds is not None and run.before.cpu_seconds is not None:
-            cpu_seconds = round(now.cpu_seconds - run.before.cpu_seconds, 6)
-        wall_seconds = round(time.monotonic() - run.started_at, 6)
-        return Usage(wall_seconds, cpu_seconds, now.memory_peak_bytes)
+            self.end = done.kernel_end
+        self._move(Cause.COMPLETE if run.exit is None else Cause.EXITED)
+        return done
 
     def _take(self, channel: Channel, message: Message) -> None:
         for tap in tuple(self.taps):
@@ -693,7 +602,7 @@ class Kernel:
             self._run.wake.set()
         elif self.state is not State.STARTING:
             if self.state is State.IDLE:
-                self.end = _kernel_end(ended)
+                self.end = outcome.kernel_end(ended)
             self._move(Cause.EXITED)
         await provisioner.cleanup()
 
@@ -705,78 +614,3 @@ class Kernel:
             await asyncio.sleep(SETTLE_QUIET)
             if run.last_message_at == seen and run.backlog < BACKLOG_CHARACTERS:
                 return
-
-
-def _weight(event: Event) -> int:
-    if isinstance(event, Stream):
-        return len(event.text)
-    if isinstance(event, DisplayData | UpdateDisplay | ExecuteResult):
-        return sum(len(value) for value in event.data.values() if isinstance(value, str))
-    return 0
-
-
-def _missing_notice(execution: Execution) -> Notice:
-    missing = "reply" if execution.idle else "idle status"
-    return Notice(
-        "message_missing",
-        f"The kernel's {missing} never came; the execution was ended {MISSING_PATIENCE:g} s after "
-        "its last message.",
-    )
-
-
-def _memory_notice(limit_bytes: int) -> Notice:
-    return Notice(
-        FailureCode.OUT_OF_MEMORY.value,
-        f"A process of the code was ended: all {limit_bytes:,} bytes of memory were used. "
-        "The kernel lives on.",
-        {"limit_bytes": limit_bytes},
-    )
-
-
-def _ending_failure(run: _Run) -> Failure:
-    if run.failure is not None:
-        return run.failure
-    seconds = round(time.monotonic() - run.started_at, 3)
-    killed = run.exit is not None
-    kept = "Variables are gone, files are kept." if killed else "Variables are kept."
-    if run.ending == "timed_out":
-        message = f"The code was stopped after {seconds:g} s, at its time limit. {kept}"
-        return Failure(FailureCode.TIMEOUT, message, {"wall_seconds": seconds})
-    message = f"The execution was cancelled after {seconds:g} s. {kept}"
-    return Failure(FailureCode.CANCELLED, message, {"wall_seconds": seconds})
-
-
-def _death(ended: Exit) -> Failure:
-    kept = "Variables are gone, files are kept."
-    if ended.signal is not None:
-        try:
-            name = Signals(ended.signal).name
-        except ValueError:
-            name = f"signal {ended.signal}"
-        return Failure(
-            FailureCode.KERNEL_DIED,
-            f"The kernel was ended by {name} ({ended.signal}). {kept}",
-            {"signal": ended.signal, "signal_name": name},
-        )
-    if ended.exit_code is None:
-        return Failure(FailureCode.KERNEL_DIED, f"The kernel's process is gone. {kept}")
-    return Failure(
-        FailureCode.KERNEL_DIED,
-        f"The kernel exited with code {ended.exit_code} while the code was running. {kept}",
-        {"exit_code": ended.exit_code},
-    )
-
-
-_NEVER_SENT: Final = Failure(
-    FailureCode.WORKER_LOST,
-    "The worker ended before it had handed the code to the kernel; the code did not run.",
-)
-
-_JOURNAL_CUT: Final = Notice(
-    "output_missing",
-    "Some output that came while no worker was there is missing: the journal is bounded.",
-)
-
-
-def _kernel_end(ended: Exit) -> KernelEnd:
-    return KernelEnd.OUT_OF_MEMORY if ended.out_of_memory else KernelEnd.KERNEL_DIED

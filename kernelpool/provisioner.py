@@ -39,7 +39,7 @@ JOURNAL_FILE: Final = "journal"
 SOCKETS: Final = "k"
 """What the socket files' names begin with: short, because a path may have 107 bytes."""
 
-ARGUMENTS: Final = ["python", "-m", "kernelpool_startup", "-f", "{connection_file}"]
+ARGUMENTS: Final = ["python", "-P", "-m", "kernelpool_startup", "-f", "{connection_file}"]
 
 THREADS: Final = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_MAX_THREADS"), "1"
