@@ -26,7 +26,7 @@ import docker
 import docker.errors
 import requests.exceptions
 import structlog
-from anyio import CapacityLimiter, to_thread
+from anyio import CancelScope, CapacityLimiter, to_thread
 from docker.types import LogConfig, Ulimit
 from docker.utils import kwargs_from_env
 
@@ -298,6 +298,18 @@ class DockerRuntime:
 
     async def launch(self, launch: Launch) -> Process:
         """Create and start a container."""
+        starting = asyncio.create_task(self._start(launch))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The engine goes on with what it was told, so there is something to take back.
+            with CancelScope(shield=True):
+                await asyncio.wait([starting])
+                if not starting.cancelled() and starting.exception() is None:
+                    await starting.result().remove()
+            raise
+
+    async def _start(self, launch: Launch) -> Container:
         container_id = await self.call(self._create, launch)
         container = Container(self, container_id, launch.run_directory)
         self._containers[container_id] = container
@@ -305,7 +317,7 @@ class DockerRuntime:
             await self.call(self.api.start, container_id)
         except BaseException:
             self.forget(container)
-            await asyncio.shield(asyncio.ensure_future(self.discard(container_id)))
+            await self.discard(container_id)
             raise
         await container.find_cgroup()
         return container
