@@ -53,7 +53,8 @@ raw.head()""",
     Turn(
         "Clean it: real dates, and no gaps.",
         """\
-weekly = raw.assign(date=pd.to_datetime(raw.date, format="%Y%m%d")).set_index("date").co2
+dates = pd.to_datetime(raw.date.astype(str), format="%Y%m%d")
+weekly = raw.set_index(dates).co2
 gaps = weekly.isna()
 longest = gaps.groupby((~gaps).cumsum()).sum().max()
 weekly = weekly.interpolate(method="time")
