@@ -54,6 +54,13 @@ def test_modules_and_scripts_exist(page: Path) -> None:
         assert (PROJECT / path).exists(), f"{_name(page)} speaks of {path}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_no_diagram_is_cut_by_a_semicolon(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "mermaid":
+            assert ";" not in block.text, f"{_name(page)}:{block.line}: it ends a statement there"
+
+
 def test_the_architecture_page_names_modules_that_exist() -> None:
     page = (PROJECT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     for row in re.findall(r"^\| (`[^|]*\.py`[^|]*) \|", page, re.MULTILINE):
