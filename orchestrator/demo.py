@@ -87,7 +87,7 @@ left.plot(trend, color="tab:red", label="one-year mean")
 left.set(title="CO₂ at Mauna Loa", ylabel="ppm")
 left.legend()
 right.bar(by_month.index, by_month, color="tab:green")
-right.set(title="Difference from the trend", xlabel="month")
+right.set(title="Difference from the trend", xlabel="month", xticks=range(1, 13))
 plt.show()""",
     ),
     Turn(

@@ -45,6 +45,16 @@ class Dispatcher(Protocol):
         """End a session: running code is stopped, its files are archived or dropped."""
         ...
 
+    async def recreate(self, session_id: str) -> Session:
+        """A session in place of an ended one, with its files; the same for each call while it runs.
+
+        Its first execution has `state_reset`. A session that still runs is returned as it is.
+
+        Raises:
+            NoSlot, TierTooLarge: as for `open`.
+        """
+        ...
+
     def execute(
         self, session_id: str, order: ExecutionOrder
     ) -> AbstractAsyncContextManager[AsyncIterator[ExecutionEvent]]:

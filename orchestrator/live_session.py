@@ -155,6 +155,7 @@ class LiveSession:
         store: Where records go.
         artifacts: Where bytes go that outlive the session.
         queue_limit: Executions that may wait.
+        state_lost: Variables of an earlier session are missing, as the first execution will say.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class LiveSession:
         store: Store,
         artifacts: Artifacts,
         queue_limit: int,
+        state_lost: bool = False,
     ) -> None:
         self.session = session
         self.files = SessionFiles(session.id, lease.workspace, store, artifacts)
@@ -176,7 +178,7 @@ class LiveSession:
         self._queue_limit = queue_limit
         self._jobs: deque[Job] = deque()
         self._changed = asyncio.Event()
-        self._generation: int | None = None
+        self._generation = -1 if state_lost else None
         """The kernel's at the last execution; None before the first."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._worker = asyncio.create_task(self._serve())

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -34,6 +35,7 @@ from orchestrator.errors import (
     NoSlot,
     ServiceError,
     SessionExpired,
+    SessionNotFound,
     TierTooLarge,
     Unavailable,
     WorkspaceFull,
@@ -47,7 +49,7 @@ from orchestrator.executions import (
 from orchestrator.live_session import HOLD_MARGIN, LiveSession
 from orchestrator.session_files import stored_content
 from orchestrator.sessions import EndReason, Session, SessionFile, SessionOrder, SessionStatus
-from orchestrator.store import Store
+from orchestrator.store import PageQuery, Store
 
 log = structlog.get_logger(__name__)
 
@@ -101,6 +103,8 @@ class Owner:
         self._artifacts = artifacts
         self._limits = limits
         self._live: dict[str, LiveSession] = {}
+        self._winding_up: dict[str, asyncio.Task[None]] = {}
+        self._recreating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -143,6 +147,9 @@ class Owner:
 
     async def open(self, order: SessionOrder) -> Session:
         """Make a session on a slot of this host; see `Dispatcher`."""
+        return await self._open(order, state_lost=False)
+
+    async def _open(self, order: SessionOrder, *, state_lost: bool) -> Session:
         memory_bytes = MEMORY_TIERS[order.memory_limit]
         if memory_bytes > self._limits.host_memory_bytes:
             raise TierTooLarge(
@@ -169,8 +176,53 @@ class Owner:
             if isinstance(error, PoolExhausted):
                 raise NoSlot(f"No free slot: {error}.", retry_after=SLOT_RETRY) from error
             raise Unavailable(f"No slot could be made: {error}", retry_after=SLOT_RETRY) from error
-        self._make_live(session, lease)
+        self._make_live(session, lease, state_lost=state_lost)
         return session
+
+    async def recreate(self, session_id: str) -> Session:
+        """A session in place of an ended one; see `Dispatcher`."""
+        async with self._recreating.setdefault(session_id, asyncio.Lock()):
+            old = await self._store.get_session(session_id, None)
+            if old.status is SessionStatus.RUNNING:
+                return old
+            await self._wound_up(session_id)
+            successor_id = await self._store.successor(session_id)
+            if successor_id is not None:
+                try:
+                    return await self.recreate(successor_id)
+                except SessionNotFound:
+                    log.info("successor was deleted", session_id=session_id)
+            order = SessionOrder(old.tenant, old.name, old.idle_minutes, old.memory_limit)
+            session = await self._open(order, state_lost=True)
+            try:
+                await self._restore(session_id, self._live[session.id])
+                await self._store.set_successor(session_id, session.id)
+            except BaseException:
+                await self.close(session.id, reason=EndReason.DELETED)
+                raise
+            return session
+
+    async def _wound_up(self, session_id: str) -> None:
+        """Wait until the files of a session that has just ended are stored."""
+        while (task := self._winding_up.get(session_id)) is not None:
+            await asyncio.wait([task])
+
+    async def _restore(self, session_id: str, live: LiveSession) -> None:
+        after: str | None = None
+        while True:
+            page = await self._store.list_files(
+                session_id, PageQuery(after, limit=100, order="asc")
+            )
+            for file in page.items:
+                try:
+                    await live.files.restore(file)
+                except KernelPoolError as error:
+                    log.warning("file not restored", session_id=session_id, error=str(error))
+                except ArtifactStoreError as error:
+                    raise Unavailable(f"The artifact store does not answer: {error}") from error
+            if not page.has_more:
+                return
+            after = page.items[-1].id
 
     async def close(self, session_id: str, *, reason: EndReason) -> None:
         """End a session; its slot is emptied in the background. See `Dispatcher`."""
@@ -181,7 +233,7 @@ class Owner:
             artifacts = await self._store.forget_session(session_id)
             self._spawn(self._drop(session_id, live, artifacts))
         elif live is not None:
-            self._spawn(self._wind_up(session_id, live))
+            self._winding_up[session_id] = self._spawn(self._wind_up(session_id, live))
 
     @asynccontextmanager
     async def execute(
@@ -265,7 +317,9 @@ class Owner:
             raise Unavailable("The container's worker is not here.", retry_after=1)
         return live
 
-    def _make_live(self, session: Session, lease: Lease) -> LiveSession:
+    def _make_live(
+        self, session: Session, lease: Lease, *, state_lost: bool = False
+    ) -> LiveSession:
         live = self._live[session.id] = LiveSession(
             session,
             lease,
@@ -273,6 +327,7 @@ class Owner:
             store=self._store,
             artifacts=self._artifacts,
             queue_limit=self._limits.queue,
+            state_lost=state_lost,
         )
         return live
 
@@ -300,9 +355,12 @@ class Owner:
             log.warning("bytes not deleted", session_id=session_id, error=str(error))
 
     async def _wind_up(self, session_id: str, live: LiveSession) -> None:
-        await live.stop()
-        await live.files.archive()
-        self._pool.release(session_id)
+        try:
+            await live.stop()
+            await live.files.archive()
+        finally:
+            self._winding_up.pop(session_id, None)
+            self._pool.release(session_id)
         await self._archive_records(session_id)
 
     async def _archive_records(self, session_id: str) -> None:
@@ -311,10 +369,11 @@ class Owner:
         except (ServiceError, ArtifactStoreError) as error:
             log.warning("records not archived", session_id=session_id, error=str(error))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -83,6 +83,8 @@ class CreateExecution(RequestShape):
     """What `input()` does: raise (the default), or ask the caller."""
     reset: bool | None = None
     """Start from a clean namespace."""
+    on_expired: Literal["error", "recreate"] | None = None
+    """When the container has ended: refuse (the default), or run in a new one with its files."""
 
     @field_validator("code")
     @classmethod

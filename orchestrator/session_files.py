@@ -74,6 +74,23 @@ class SessionFiles:
         )
         return file
 
+    async def restore(self, file: SessionFile) -> None:
+        """Put back a file of the session that this one replaces, at its path; a new id.
+
+        Raises:
+            WorkspaceError: it does not fit.
+            ArtifactStoreError: its bytes cannot be had.
+        """
+        if file.artifact is None or await self._artifacts.size(file.artifact) is None:
+            log.info("file not restored", session_id=self._session_id, path=file.path)
+            return
+        size = await self._workspace.write(
+            file.path, self._artifacts.stream(file.artifact), max_bytes=ARTIFACT_BYTES
+        )
+        await self._store.apply_file_changes(
+            self._session_id, written=[FileWritten(file.path, size, file.source)], removed=[]
+        )
+
     @asynccontextmanager
     async def read(self, file_id: str) -> AsyncIterator[FileContent]:
         """Open a file: as it is in the workspace, else as it was stored.

@@ -54,6 +54,9 @@ ARCHIVE_STEP: Final = 100
 DRAIN_TIMEOUT: Final = 2.0
 """Seconds at closing for queued events to reach Redis."""
 
+SUCCESSOR_FIELD: Final = "successor"
+"""Field of an ended session's hash: the id of the session made in its place."""
+
 T = TypeVar("T")
 Order = Literal["asc", "desc"]
 
@@ -236,6 +239,19 @@ class Store:
             "end_session", session_id, reason.value, epoch, secrets.token_hex(8), self.retention
         )
         return None if status == b"missing" else self._session(session_id, rest[0])
+
+    async def successor(self, session_id: str) -> str | None:
+        """The session that was made in place of an ended one; None when there is none."""
+        found = await self._link.call(
+            "HGET", redis_keys.SESSION(session_id), SUCCESSOR_FIELD, repeatable=True
+        )
+        return None if found is None else str(found.decode())
+
+    async def set_successor(self, session_id: str, successor_id: str) -> None:
+        """Record which session was made in place of an ended one."""
+        await self._link.call(
+            "HSET", redis_keys.SESSION(session_id), SUCCESSOR_FIELD, successor_id, repeatable=True
+        )
 
     async def forget_session(self, session_id: str) -> list[str]:
         """Remove every key of a session and return the artifact keys that its records named."""

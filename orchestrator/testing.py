@@ -43,7 +43,7 @@ from orchestrator.executions import (
 )
 from orchestrator.schema import file_object
 from orchestrator.sessions import EndReason, Session, SessionFile, SessionOrder, SessionStatus
-from orchestrator.store import FileWritten, Store
+from orchestrator.store import FileWritten, PageQuery, Store
 from orchestrator.testing_script import Gates, Interpreter, KernelGone
 from orchestrator.transcript import Transcript
 
@@ -189,6 +189,28 @@ class ScriptedDispatcher:
         workspace = self._directory / session.id
         await anyio.Path(workspace).mkdir(parents=True)
         self._benches[session.id] = _Bench(session, workspace, self.gates)
+        return session
+
+    async def recreate(self, session_id: str) -> Session:
+        """A session in place of an ended one, with its files."""
+        old = await self._store.get_session(session_id, None)
+        if old.status is SessionStatus.RUNNING:
+            return old
+        successor_id = await self._store.successor(session_id)
+        if successor_id is not None:
+            return await self.recreate(successor_id)
+        order = SessionOrder(old.tenant, old.name, old.idle_minutes, old.memory_limit)
+        session = await self.open(order)
+        bench = self._benches[session.id]
+        bench.state_lost = True
+        for file in (await self._store.list_files(session_id, PageQuery(limit=100))).items:
+            if file.artifact is not None:
+                path = anyio.Path(bench.workspace / file.path)
+                await path.parent.mkdir(parents=True, exist_ok=True)
+                size = await path.write_bytes(await self._artifacts.get(file.artifact))
+                written = [FileWritten(file.path, size, file.source)]
+                await self._store.apply_file_changes(session.id, written=written, removed=[])
+        await self._store.set_successor(session_id, session.id)
         return session
 
     async def close(self, session_id: str, *, reason: EndReason) -> None:
@@ -443,7 +465,7 @@ class ScriptedDispatcher:
         async for path in anyio.Path(bench.workspace).rglob("*"):
             name = path.relative_to(bench.workspace).as_posix()
             file = await self._store.find_file(bench.session.id, name)
-            if file is not None and file.source == "assistant":
+            if file is not None:
                 key = f"sessions/{bench.session.id}/{file.id}"
                 await self._artifacts.put(key, await path.read_bytes())
                 await self._store.set_artifact(bench.session.id, file.id, key)

@@ -152,6 +152,8 @@ class Executions:
         order = self._order(asked, _idempotency_key(request))
         container_id = request.path_params["container_id"]
         await self._ownership.check(container_id, tenant_of(request))
+        if asked.on_expired == "recreate":
+            container_id = await self._in_place_of(container_id)
         if asked.stream:
             return EventStreamReply(lambda: self._counted(container_id, order), runs=True)
         if order.background:
@@ -212,6 +214,13 @@ class Executions:
             raise SessionExpired
         execution = await self._dispatcher.answer_input(container_id, execution_id, answer.text)
         return JsonReply(execution.to_wire())
+
+    async def _in_place_of(self, container_id: str) -> str:
+        """The container itself while it runs, else the one that takes its place."""
+        session = await self._store.get_session(container_id, None)
+        if session.status is SessionStatus.EXPIRED:
+            session = await self._dispatcher.recreate(container_id)
+        return session.id
 
     def _order(self, asked: CreateExecution, idempotency_key: str | None) -> ExecutionOrder:
         timeout = asked.timeout_seconds or self._timeout

@@ -40,7 +40,7 @@ from orchestrator.executions import (
 from orchestrator.host import running_host
 from orchestrator.sessions import EndReason, SessionOrder, SessionStatus
 from orchestrator.settings import load
-from orchestrator.store import Store, open_store
+from orchestrator.store import PageQuery, Store, open_store
 from orchestrator.testing import ScriptedDispatcher
 
 QUEUE_LIMIT = 3
@@ -486,3 +486,27 @@ async def test_ending_a_session_ends_what_runs_in_it(bench: Bench) -> None:
     assert ended.finished
     assert ended.stdout == "begun\n"
     await bench.dispatcher.close(session, reason=EndReason.DELETED)
+
+
+async def test_a_session_in_place_of_an_ended_one_has_its_files_and_says_what_is_lost(
+    bench: Bench, session: str
+) -> None:
+    await bench.dispatcher.put_file(session, "upload.txt", chunks(b"up"))
+    await bench.run(session, "x = 1\nopen('made.txt', 'w').write('m')")
+    assert (await bench.dispatcher.recreate(session)).id == session
+    await bench.dispatcher.close(session, reason=EndReason.IDLE)
+    made = await bench.dispatcher.recreate(session)
+    try:
+        assert made.id != session
+        assert (await bench.store.get_session(session, None)).status is SessionStatus.EXPIRED
+        page = await bench.store.list_files(made.id, PageQuery())
+        assert {(file.path, file.source) for file in page.items} == {
+            ("upload.txt", "user"),
+            ("made.txt", "assistant"),
+        }
+        first = await bench.run(made.id, "open('upload.txt').read() + open('made.txt').read()")
+        assert (first.result, first.state_reset, first.files) == ("'upm'", True, ())
+        assert not (await bench.run(made.id, "1")).state_reset
+        assert (await bench.dispatcher.recreate(session)).id == made.id
+    finally:
+        await bench.dispatcher.close(made.id, reason=EndReason.DELETED)
