@@ -1,7 +1,7 @@
 """Opening and removing below a directory descriptor, never through a link.
 
-Above: slot.py, workspace.py, quota.py. Below: the operating system. All calls block: they belong in
-a thread. The names met here were chosen by hostile code that may still be running.
+Above: slot.py, quota.py, workspace.py, snapshot.py. Below: the operating system. All calls block:
+they belong in a thread. The names met here were chosen by hostile code that may still be running.
 """
 
 from __future__ import annotations

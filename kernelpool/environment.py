@@ -1,6 +1,6 @@
 """The embedded environment: a kernel's Python on this host, for the bubblewrap runtime.
 
-Above: whoever starts kernels without Docker. Below: recipe.py and uv.
+Above: runtimes.py, which looks for it; `kernelpool image build`. Below: recipe.py and uv.
 
 It holds the same locked packages as the image, on the Python that runs us. The directory is
 relocatable and never written to again, so it can be mounted read-only anywhere:

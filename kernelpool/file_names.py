@@ -1,6 +1,6 @@
 """Names of files: what an upload may be called, and how names on disk are shown.
 
-Above: workspace.py, and whoever takes uploads. Below: nothing; no I/O here.
+Above: workspace.py, snapshot.py, and whoever takes uploads. Below: nothing; no I/O here.
 
 Linux keeps names as bytes, so `é` written as one code point and as two are two files. A path is
 kept as it is on disk wherever a file is opened. It is shown in the composed form (NFC), which is

@@ -1,4 +1,4 @@
-"""Reader of the journal that a kernel's start-up code keeps. Above: pool.py. Below: workspace.py.
+"""Reader of the journal that a kernel's start-up code keeps. Above: kernel.py. Below: the file.
 
 The kernel appends every iopub message and every shell reply to `run/journal` before it sends it,
 so that a worker that was away can read what it missed. Everything in the file is untrusted.

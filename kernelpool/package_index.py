@@ -1,6 +1,6 @@
 """What pip was told about the package index, in uv's words.
 
-Above: environment.py, and `scripts/bootstrap.sh`, which runs this file before there is a .venv.
+Above: recipe.py, and `scripts/bootstrap.sh`, which runs this file before there is a .venv.
 Below: pip's own `config` command. Standard library only.
 
 uv does not read pip's configuration. Someone whose machine reaches packages through a mirror, with

@@ -1,6 +1,6 @@
 """Runtime: what starts, watches and removes the sandboxed process behind a kernel.
 
-Above: provisioner.py and pool.py. Below: container.py (Docker) and sandbox.py (bubblewrap).
+Above: provisioner.py, kernel.py, pool.py. Below: container.py (Docker), sandbox.py (bubblewrap).
 Knows processes and limits; has never heard of Jupyter. Both implementations pass
 `tests/contract/test_runtime.py`; what one of them cannot do is declared in its `Capabilities`.
 """

@@ -1,4 +1,4 @@
-"""Which runtime serves on this host, and why. Above: the composition root. Below: both runtimes.
+"""Which runtime serves on this host, and why. Above: host.py, doctor.py. Below: both runtimes.
 
 `auto` takes Docker when an engine answers and has the image, else bubblewrap; either says why.
 """

@@ -1,6 +1,6 @@
 """A seccomp filter as bytes, assembled here: system calls that no kernel code needs.
 
-Above: sandbox.py, which hands it to bubblewrap. Below: nothing. The engine's containers have their
+Above: bubblewrap.py, which puts it in the plan. Below: nothing. The engine's containers have their
 own list in `images/seccomp.json`; both refuse what reaches around namespaces (keyrings, `bpf`,
 `io_uring`, `userfaultfd`, mounting, new namespaces) or into other processes, and sockets of
 families that no network namespace holds, such as AF_VSOCK.

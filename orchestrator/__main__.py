@@ -1,4 +1,4 @@
-"""The command line. Above: people. Below: host.py, app.py, server.py, demo.py, doctor.py.
+"""The command line. Above: people. Below: a module for each command.
 
 Heavy modules are imported where they are used, so that `--help` and errors come at once.
 """

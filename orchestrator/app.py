@@ -1,6 +1,6 @@
 """The HTTP application: routes behind their layers, and the one place where errors become replies.
 
-Above: __main__.py, which makes the parts and owns their lifetimes. Below: everything.
+Above: up.py and demo.py, which own the parts' lifetimes. Below: everything.
 
     RequestLog      an id, a count and a log line for each request
     ErrorBoundary   any exception becomes the error envelope

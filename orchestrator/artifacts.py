@@ -1,4 +1,4 @@
-"""Artifacts: bytes by key, in a local directory or an object store. Above: store, owner, timeline.
+"""Artifacts: bytes by key, in a local directory or an object store. Above: records, owner.
 
 The only file that knows obstore; its errors, and the operating system's, become
 `ArtifactStoreError` here. Keys are relative paths of plain segments: `records/<session>/<id>`.

@@ -42,8 +42,7 @@ def is_loopback(host: str) -> bool:
 def canonical_path(path: str) -> str:
     """The path with any of the base paths that clients use brought to `/v1`.
 
-    Source: contract section 1.1; the base paths are those of the OpenAI client, of Azure's v1 and
-    dated forms, and of a Foundry project.
+    They are those of the OpenAI client, of Azure's v1 and dated forms, and of a Foundry project.
     """
     return _BASE_PATH.sub("/v1", path, count=1)
 

@@ -115,7 +115,7 @@ async def _quota(settings: Settings) -> Finding:
 
 @asynccontextmanager
 async def _state_directory(settings: Settings) -> AsyncIterator[Path]:
-    """The state directory, or one beside it when it does not exist yet."""
+    """The state directory, or a temporary one when it does not exist yet."""
     if settings.state_dir.is_dir():
         yield settings.state_dir
         return

@@ -1,4 +1,4 @@
-"""The Redis that comes along when none is configured. Above: app.py. Below: a server binary.
+"""The Redis that comes along when none is configured. Above: host.py. Below: a server binary.
 
 One server per state directory, on a unix socket there, with an append-only file. It is a process of
 its own and outlives a kill of ours; the next start takes it over. A lock that the server inherits

@@ -7,11 +7,15 @@ Above: app.py turns any of these into the wire error; everything may raise them.
     ├── NotAuthenticated      401
     ├── Forbidden             403
     ├── NotFound              404   ├── SessionNotFound, SessionExpired, ExecutionNotFound, ...
+    ├── MethodNotAllowed      405
     ├── TooLarge              413   ├── WorkspaceFull
     ├── UnsupportedMedia      415
     ├── TooMany               429   ├── NoSlot, QueueFull, TenantQuota
     ├── Unavailable           503   ├── StoreUnavailable, WorkerUnavailable
     └── OutcomeUnknown        502
+
+Two more belong to one place each: `RangeNotSatisfiable` (416, routes/files.py) and
+`UnknownExecution` (an `OutcomeUnknown`, event_stream.py).
 
 Only statuses below 500, and 503, may be answered before code ran; once code may have run the answer
 is 200 with `failure`, or `OutcomeUnknown` where a hop broke after sending.

@@ -1,6 +1,6 @@
 """EventLog: the events of executions, readable from any process while and after they come.
 
-Above: owner (appends), routes (follow). Below: redis_link.
+Above: live_session (appends), routes (follow). Below: redis_link.
 
 One Redis stream per execution. Event n has the stream id (n + 1)-0, so an append that is sent twice
 is stored once. The store makes the stream together with the execution's record and ends its life

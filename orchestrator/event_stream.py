@@ -23,7 +23,7 @@ from orchestrator.request_body import ClientGone
 from orchestrator.wire import error_object, to_json
 
 PING_SECONDS: Final = 15.0
-"""Silence after which a comment line is sent. Source: contract section 1.4; proxies cut at 60 s."""
+"""Silence after which a comment line is sent: a quarter of the 60 s at which proxies cut."""
 
 _PING: Final = b": ping\n\n"
 

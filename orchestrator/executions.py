@@ -2,8 +2,8 @@
 
 Above: store, owner, routes. Below: nothing.
 
-The wire shape (architecture section 5) is `Execution.to_wire()`; the same dictionary is stored,
-streamed in `execution.completed` and answered by polling, so that the four cannot differ.
+The wire shape is `Execution.to_wire()`; the same dictionary is stored, streamed in
+`execution.completed` and answered by polling, so that these cannot differ.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Execution:
         return self.status in TERMINAL
 
     def to_wire(self) -> dict[str, Any]:
-        """The execution object of architecture section 5, ready for JSON."""
+        """The execution object, ready for JSON."""
         return {
             "id": self.id,
             "object": "container.execution",

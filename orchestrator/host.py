@@ -1,4 +1,4 @@
-"""Everything one machine needs to run sessions, put together. Above: __main__.py, demo.py.
+"""Everything one machine needs to run sessions, put together. Above: up.py, embedded.py.
 
 Below: every part of a worker: Redis, store, artifact store, runtime, slots, pool, owner, reaper.
 Lifetimes are nested blocks; leaving them drains, removes every slot and stops what was started.

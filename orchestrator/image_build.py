@@ -1,6 +1,6 @@
 """`kernelpool image build`, with its progress.
 
-Above: __main__.py, demo.py. Below: kernelpool.image, kernelpool.environment.
+Above: __main__.py, embedded.py. Below: kernelpool.image, kernelpool.environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The loop that ends what expired. Above: the composition root. Below: the store, the dispatcher.
+"""The loop that ends what expired. Above: host.py. Below: the store, the dispatcher.
 
 Deadlines lie in Redis, on its clock, so any worker's reaper finds every session that is due.
 """

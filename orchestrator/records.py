@@ -27,7 +27,7 @@ from orchestrator.errors import Unavailable
 from orchestrator.executions import Execution
 
 RECORD_LIMIT: Final = 16_000
-"""Bytes of JSON that Redis keeps of one record. Architecture section 2: nothing over 16 kB."""
+"""Bytes of JSON that Redis keeps of one record: what many sessions have must stay small there."""
 
 EXCERPT: Final = 1000
 """Characters of each text that stay in Redis beside the key of a stored record."""

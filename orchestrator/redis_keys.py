@@ -24,7 +24,7 @@ CURSOR_LIFETIME: Final = 3600
 """Seconds that the place of a deleted id is remembered, for clients that delete while they page."""
 
 IDEMPOTENCY_LIFETIME: Final = 24 * 3600
-"""Seconds that an idempotency key is honoured (architecture section 5)."""
+"""Seconds that an idempotency key is honoured: a client that repeats for longer means it anew."""
 
 RETENTION_GRACE: Final = 24 * 3600
 """Seconds that records outlive the retention time, so that the sweep of artifacts, which needs

@@ -35,7 +35,7 @@ CONNECT_TIMEOUT: Final = 1.0
 """Seconds to connect and authenticate; a healthy server takes milliseconds."""
 
 REPLY_TIMEOUT: Final = 5.0
-"""Seconds to wait for a reply. Architecture section 9: callers hear of a cut-off part in 5 s."""
+"""Seconds to wait for a reply: callers are to hear of a part that is cut off within as many."""
 
 RETRY_AFTER: Final = 1.0
 """Seconds that callers are told to wait; a restarted Redis answers in well under one."""

@@ -1,6 +1,6 @@
 """The HTTP server: uvicorn with our options, for as long as a block lasts.
 
-Above: __main__.py, worker.py. Below: uvicorn. Knows sockets and time limits; the application it
+Above: up.py, demo.py. Below: uvicorn. Knows sockets and time limits; the application it
 serves is anybody's. Signals are the caller's: leaving the block stops the server in good order.
 """
 

@@ -1,4 +1,4 @@
-"""Settings: the only reader of the environment. Above: __main__.py, app.py. Below: nothing.
+"""Settings: the only reader of the environment. Above: the commands. Below: nothing.
 
 Each setting is one field of `Settings`, with its parser, default, unit and help beside it. Loading,
 `kernelpool config` and the reference page are made from these fields.

@@ -1,4 +1,4 @@
-"""What the command line prints in tables. Above: __main__.py and its commands. Below: rich."""
+"""What the command line prints in tables. Above: __main__.py and its commands. Below: doctor.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Transcript: what one execution yields, folded into its record and its stream of events.
 
-Above: owner.py. Below: kernelpool's events and terminal text.
+Above: live_session.py. Below: kernelpool's events and terminal text.
 
 Pure: every instant is passed in. There is one record, made here, and it is what the synchronous
 answer, the last event, polling and the store all show. Text in it carries no escape codes and no

@@ -1,4 +1,4 @@
-"""JSON as it leaves the server, and the replies that carry it. Above: routes/, app.py, auth.py.
+"""JSON as it leaves the server, and the replies that carry it. Above: routes/, event_stream.py.
 
 Below: errors.py. Values are written to bytes here, once, without a second validation: what the
 stored records hold is what the caller gets.

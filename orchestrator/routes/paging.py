@@ -1,6 +1,6 @@
 """Query parameters that every list takes. Above: the routes. Below: store.py.
 
-Source: contract section 1.3. The cursor is the id of the last item seen.
+As in the hosted API, the cursor is the id of the last item seen.
 """
 
 from __future__ import annotations
