@@ -345,7 +345,7 @@ class ScriptedDispatcher:
                 async with contextlib.aclosing(_chunks(file)) as chunks:
                     yield FileContent(record, size, chunks)
             return
-        if session.status is SessionStatus.EXPIRED and record.artifact is None:
+        if session.status is SessionStatus.EXPIRED and not record.outlives_session:
             raise SessionExpired
         assert record.artifact is not None
         yield FileContent(record, record.bytes, self._artifacts.stream(record.artifact))

@@ -263,3 +263,20 @@ async def test_a_killed_server_whose_kernels_died_too_tells_so_and_leaves_nothin
         assert (record["status"], record["failure"]["code"]) == ("failed", "worker_lost")
         fresh = await service.container()
         assert (await service.run(fresh, "1 + 1"))["result"] == "2"
+
+
+async def test_a_call_that_finds_its_container_ended_goes_on_in_a_new_one_when_asked(
+    state: Path, settings: dict[str, str]
+) -> None:
+    async with running(state, max_lifetime_minutes="0.1", **settings) as service:
+        container = await service.container()
+        await service.http.post(f"{container}/files", files={"file": ("u", b"up")})
+        await service.run(container, "x = 1; open('f', 'w').write('f')")
+        with anyio.fail_after(30):
+            while (await retrieved(service, container))["status"] == "running":  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        code = "open('u').read(), open('f').read(), 'x' in dir()"
+        execution = await service.run(container, code, on_expired="recreate")
+        assert (execution["result"], execution["state_reset"]) == ("('up', 'f', False)", True)
+        assert execution["container_id"] != container.rpartition("/")[2]
+        assert (await retrieved(service, container))["status"] == "expired"
