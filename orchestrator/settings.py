@@ -1,4 +1,4 @@
-"""Settings: the only reader of the environment. Above: the commands. Below: nothing.
+"""Settings: the only reader of `KERNELPOOL_*`. Above: the commands. Below: nothing.
 
 Each setting is one field of `Settings`, with its parser, default, unit and help beside it. Loading,
 `kernelpool config` and the reference page are made from these fields.
@@ -321,7 +321,7 @@ class Settings:
         _whole(1000, 2_000_000_000),
         "2000000",
         "uid",
-        "First of the user ids given to slots; the `MAX_SLOTS` after it must be nobody else's.",
+        "First of the million user ids given to slots in turn; they must be nobody else's.",
     )
     idle_minutes: int = _setting(
         _whole(1, 10_080),
@@ -382,36 +382,35 @@ class Settings:
         _secret,
         "",
         "text",
-        "What replicas and workers prove themselves to each other with; needed by `api` and "
-        "`worker`.",
+        "Nothing uses it yet: what replicas and workers will prove themselves to each other with.",
         show=_mask,
     )
     worker_lost_seconds: float = _setting(
         _number(5, 86_400),
         "60",
         "seconds",
-        "Silence after which a worker is given up and its containers end.",
+        "Nothing uses it yet: silence after which a worker is given up and its containers end.",
     )
     model_base_url: str | None = _setting(
         _url("http", "https"),
         "",
         "URL",
-        "Where every model is reached, over chat completions. Not set: `provider:name` models go "
-        "to their providers.",
+        "Nothing uses it yet: where every model is reached, over chat completions. Not set: "
+        "`provider:name` models go to their providers.",
         show=_mask_password,
     )
     model_api_key: str | None = _setting(
         _optional,
         "",
         "text",
-        "Key for `MODEL_BASE_URL`.",
+        "Nothing uses it yet: key for `MODEL_BASE_URL`.",
         show=_mask,
     )
     model_aliases: Mapping[str, str] = _setting(
         _aliases,
         "",
         "list of `name=model`",
-        "Model names that callers use, and what they stand for.",
+        "Nothing uses it yet: model names that callers use, and what they stand for.",
     )
     log_level: str = _setting(
         _one_of("debug", "info", "warning", "error"),
