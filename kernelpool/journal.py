@@ -1,4 +1,4 @@
-"""Reader of the journal that a kernel's start-up code keeps. Above: kernel.py. Below: the file.
+"""Reader of the journal that a kernel's start-up code keeps. Above: kernel.py. Below: beneath.py.
 
 The kernel appends every iopub message and every shell reply to `run/journal` before it sends it,
 so that a worker that was away can read what it missed. Everything in the file is untrusted.
@@ -13,7 +13,6 @@ header, metadata, content, buffers.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import struct
@@ -24,6 +23,8 @@ from typing import Final, Literal
 
 import anyio
 from anyio import to_thread
+
+from kernelpool.beneath import OPEN_DIRECTORY, OPEN_FILE, opened
 
 Channel = Literal["iopub", "shell", "truncated"]
 
@@ -60,11 +61,8 @@ class JournalReader(Iterator[JournalRecord]):
     iteration goes on there), or at bytes that cannot be a record: then `garbage` is set, and stays.
     """
 
-    def __init__(
-        self, read: Read, offset: int = 0, *, max_record_bytes: int = MAX_RECORD_BYTES
-    ) -> None:
+    def __init__(self, read: Read, offset: int = 0) -> None:
         self._read = read
-        self._max_record_bytes = max_record_bytes
         self.offset = offset
         self.garbage = False
 
@@ -75,7 +73,7 @@ class JournalReader(Iterator[JournalRecord]):
         if head is None:
             raise StopIteration
         (length,) = _LENGTH.unpack(head)
-        if not 1 <= length <= self._max_record_bytes:
+        if not 1 <= length <= MAX_RECORD_BYTES:
             self.garbage = True
             raise StopIteration
         start = self.offset + _LENGTH.size
@@ -135,70 +133,43 @@ class Journal:
         self.garbage = False
         """Reading met bytes that are no record; what follows them is lost."""
 
-    async def size(self) -> int:
-        """Bytes in the journal now; 0 when there is none. An execution's offset to read from."""
-        return await to_thread.run_sync(self._size, limiter=self._calls)
-
-    async def records(self, offset: int = 0) -> AsyncIterator[JournalRecord]:
-        """Records from an offset on, up to the end as it is when it is reached.
-
-        An offset behind the end means that the journal was cut since: reading starts at 0.
-        """
+    async def records(self) -> AsyncIterator[JournalRecord]:
+        """Every record, up to the end as it is when it is reached."""
+        offset = 0
         while batch := await to_thread.run_sync(self._batch, offset, limiter=self._calls):
             for record in batch:
                 yield record
             offset = batch[-1].end
 
-    async def truncate_if_over(self, limit_bytes: int) -> int:
-        """Empty the journal when it is larger; returns its size afterwards.
+    async def truncate_if_over(self, limit_bytes: int) -> None:
+        """Empty the journal when it is larger; a `truncated` record is left at the start.
 
-        Only while no execution runs: offsets taken before mean nothing afterwards. A `truncated`
-        record is left at the start.
+        Only while no execution runs.
         """
-        return await to_thread.run_sync(self._truncate_if_over, limit_bytes, limiter=self._calls)
+        await to_thread.run_sync(self._truncate_if_over, limit_bytes, limiter=self._calls)
 
-    def _open(self, flags: int) -> int | None:
+    def _open(self, flags: int = 0) -> int | None:
         """The journal as a descriptor, None when there is no regular file of that name."""
         try:
-            directory = os.open(self._run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            directory = os.open(self._run, OPEN_DIRECTORY)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:
-            if error.errno == errno.ELOOP:
+        with opened(directory):
+            try:
+                fd = os.open(JOURNAL_NAME, OPEN_FILE | flags, dir_fd=directory)
+            except OSError:
+                # Missing, a link, a socket, a FIFO without reader, or held by a lease: no journal.
                 return None
-            raise
-        try:
-            fd = os.open(
-                JOURNAL_NAME,
-                flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC,
-                dir_fd=directory,
-            )
-        except OSError:
-            # Missing, a link, a socket, a FIFO without reader, or held by a lease: no journal.
-            return None
-        finally:
-            os.close(directory)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             return None
         return fd
 
-    def _size(self) -> int:
-        fd = self._open(os.O_RDONLY)
-        if fd is None:
-            return 0
-        try:
-            return os.fstat(fd).st_size
-        finally:
-            os.close(fd)
-
     def _batch(self, offset: int) -> list[JournalRecord]:
-        fd = self._open(os.O_RDONLY)
+        fd = self._open()
         if fd is None:
             return []
-        try:
-            if offset > os.fstat(fd).st_size:
-                offset = 0
+        with opened(fd):
             reader = JournalReader(lambda size, at: os.pread(fd, size, at), offset)
             batch: list[JournalRecord] = []
             for record in reader:
@@ -207,19 +178,13 @@ class Journal:
                     break
             self.garbage = self.garbage or reader.garbage
             return batch
-        finally:
-            os.close(fd)
 
-    def _truncate_if_over(self, limit_bytes: int) -> int:
+    def _truncate_if_over(self, limit_bytes: int) -> None:
         fd = self._open(os.O_WRONLY | os.O_APPEND)
         if fd is None:
-            return 0
-        try:
+            return
+        with opened(fd):
             size = os.fstat(fd).st_size
-            if size <= limit_bytes:
-                return size
-            os.ftruncate(fd, 0)
-            os.write(fd, encode("truncated", (str(size).encode(),)))
-            return os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+            if size > limit_bytes:
+                os.ftruncate(fd, 0)
+                os.write(fd, encode("truncated", (str(size).encode(),)))

@@ -26,6 +26,7 @@ from traitlets import Instance
 
 from kernelpool.channels import ConnectionInfo
 from kernelpool.errors import KernelStartError
+from kernelpool.journal import JOURNAL_NAME
 from kernelpool.profile import Profile
 from kernelpool.runtime import RUN_DIRECTORY, Launch, Process, Runtime
 from kernelpool.slot import Slot
@@ -33,8 +34,6 @@ from kernelpool.slot import Slot
 ENTRY_POINT: Final = "kernelpool"
 
 CONNECTION_FILE: Final = "connection.json"
-
-JOURNAL_FILE: Final = "journal"
 
 SOCKETS: Final = "k"
 """What the socket files' names begin with: short, because a path may have 107 bytes."""
@@ -111,7 +110,7 @@ class SandboxProvisioner(KernelProvisionerBase):
             for argument in self.kernel_spec.argv
         ]
         environment = {
-            "KERNELPOOL_JOURNAL": f"{RUN_DIRECTORY}/{JOURNAL_FILE}",
+            "KERNELPOOL_JOURNAL": f"{RUN_DIRECTORY}/{JOURNAL_NAME}",
             **THREADS,
             **self.kernel_spec.env,
         }
