@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, Literal, Self
 
 from kernelpool.errors import ConfigurationError
+from kernelpool.keeper import read_file
 from kernelpool.profile import Limits
 from kernelpool.runtime import Sample
 
@@ -456,20 +457,8 @@ def _hand_down(directory: Path) -> None:
 
 
 def _read(path: Path) -> str | None:
-    """The text of a kernel file, or None. `pread` because these files never block."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        chunks: list[bytes] = []
-        while chunk := os.pread(descriptor, 65536, sum(map(len, chunks))):
-            chunks.append(chunk)
-        return b"".join(chunks).decode()
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
+    content = read_file(str(path))
+    return None if content is None else content.decode()
 
 
 def _write(path: Path, text: str) -> None:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, ParamSpec, TypeVar
 
 import docker
@@ -40,6 +39,7 @@ from kernelpool.errors import (
 )
 from kernelpool.profile import Profile
 from kernelpool.runtime import (
+    OUT_OF_MEMORY_WINDOW,
     RUN_DIRECTORY,
     WORKSPACE,
     Capabilities,
@@ -48,6 +48,7 @@ from kernelpool.runtime import (
     Owned,
     Process,
     Sample,
+    check_memory,
 )
 
 P = ParamSpec("P")
@@ -63,9 +64,6 @@ ENGINE_CALLS: Final = 16
 
 ENGINE_TIMEOUT: Final = 60
 """Seconds one engine call may take. A start on a loaded host was seen to take 8."""
-
-OUT_OF_MEMORY_WINDOW: Final = 2.0
-"""Seconds between an `oom` event and the exit 137 that it explains."""
 
 EVENT_GRACE: Final = 0.1
 """Seconds to wait for a late `oom` event once a container has died of SIGKILL."""
@@ -130,7 +128,7 @@ class Container:
     async def signal(self, signum: int) -> None:
         """Send a signal to the kernel; the init process passes it on."""
         if self.exit is None:
-            with contextlib.suppress(ContainerGone, EngineError):
+            with contextlib.suppress(EngineError):
                 await self._runtime.call(self._runtime.api.kill, self.id, signum)
 
     async def kill(self) -> None:
@@ -241,6 +239,7 @@ class DockerRuntime:
         self._calls = CapacityLimiter(ENGINE_CALLS)
         self._containers: dict[str, Container] = {}
         self._events: EventThread | None = None
+        self._refreshes: set[asyncio.Task[None]] = set()
         self.api: Any = None
 
     async def __aenter__(self) -> DockerRuntime:
@@ -263,12 +262,7 @@ class DockerRuntime:
         self._events.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close the connections; containers stay as they are."""
         if self._events is not None:
             await to_thread.run_sync(self._events.stop)
@@ -284,12 +278,7 @@ class DockerRuntime:
         """See that the image is there and the memory limit fits the host."""
         await self.call(self.api.inspect_image, profile.image)
         info = await self.call(self.api.info)
-        host_bytes = int(info["MemTotal"])
-        if profile.limits.memory_bytes > host_bytes:
-            raise ConfigurationError(
-                f"a kernel may use {profile.limits.memory_bytes:,} bytes of memory, but the host "
-                f"has {host_bytes:,}: lower the limit"
-            )
+        check_memory(profile, host_bytes=int(info["MemTotal"]))
         if profile.oci_runtime is not None and profile.oci_runtime not in info["Runtimes"]:
             raise ConfigurationError(
                 f"the Docker Engine has no OCI runtime {profile.oci_runtime!r}, only "
@@ -446,13 +435,14 @@ class DockerRuntime:
     def _refresh_all(self) -> None:
         for container in list(self._containers.values()):
             if container.exit is None:
-                task = asyncio.ensure_future(self.refresh(container))
-                task.add_done_callback(_log_failure)
+                task = asyncio.create_task(self.refresh(container))
+                self._refreshes.add(task)
+                task.add_done_callback(self._refreshed)
 
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("container state unknown", error=str(error))
+    def _refreshed(self, task: asyncio.Task[None]) -> None:
+        self._refreshes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("container state unknown", error=str(error))
 
 
 class EventThread(threading.Thread):

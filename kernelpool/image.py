@@ -89,10 +89,9 @@ IMPORT_CHANGES: Final = (
 )
 
 PROBE: Final = (
-    "import json, os, platform, sys;"
+    "import json, platform;"
     "print(json.dumps({'python': platform.python_version(), 'machine': platform.machine(),"
-    " 'libc': platform.libc_ver(), 'system': platform.system(),"
-    " 'release': platform.release(), 'version': platform.version()}))"
+    " 'libc': platform.libc_ver()}))"
 )
 
 

@@ -1,8 +1,8 @@
 """The process beside each bubblewrap sandbox: starts it, outlives the worker, writes down its end.
 
-Above: sandbox.py, which runs this file with a bare interpreter and reads what it writes. Below:
-bubblewrap. Standard library only, and nothing of this package: a keeper costs memory once per
-kernel.
+Above: sandbox.py, which runs this file with a bare interpreter and reads what it writes; cgroup.py,
+which reads files in the same way. Below: bubblewrap. Standard library only, and nothing of this
+package: a keeper costs memory once per kernel.
 
 Why there is one. A sandbox must go on when the worker is killed: somebody has to read its pipe (a
 file would grow without bound, a pipe without reader ends whoever writes), to reap it, to end what
@@ -70,7 +70,10 @@ Plan = Mapping[str, Any]
 
 
 def read_file(path: str) -> bytes | None:
-    """A small file of the kernel or of ours; None when it is not there (any more)."""
+    """A small file of the kernel or of ours; None when it is not there (any more).
+
+    By `pread`, since a file of the kernel never blocks.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -217,14 +217,14 @@ def is_mounted_image(target: Path) -> bool:
         return False
 
 
-def unmount(target: Path, *, patience: float = UNMOUNT_PATIENCE) -> bool:
+def unmount(target: Path) -> bool:
     """Unmount whatever is mounted at `target`, again and again if need be.
 
     Returns:
-        False when something still held the file system after `patience` seconds: it was detached
-        and its space comes back when the last process that uses it ends.
+        False when something still held the file system after `UNMOUNT_PATIENCE`: it was
+        detached and its space comes back when the last process that uses it ends.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + UNMOUNT_PATIENCE
     pause = 0.005
     flags = _UMOUNT_NOFOLLOW
     while True:
@@ -267,12 +267,12 @@ def loops_below(directory: Path) -> Iterator[tuple[str, Path]]:
             yield f"/dev/{backing.parent.parent.name}", image
 
 
-def wait_released(image: Path, *, patience: float = UNMOUNT_PATIENCE) -> bool:
+def wait_released(image: Path) -> bool:
     """Wait until no loop device uses an image, which an unmount alone does not say.
 
     A container that is being removed has the file system mounted in a namespace of its own.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + UNMOUNT_PATIENCE
     pause = 0.005
     while any(used == image for _, used in loops_below(image.parent)):
         if time.monotonic() > deadline:

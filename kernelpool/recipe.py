@@ -13,6 +13,8 @@ import os
 import platform
 import re
 import shutil
+import signal
+import subprocess
 import sysconfig
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -187,8 +189,8 @@ async def run(
     try:
         process = await anyio.open_process(
             command,
-            stdin=-3,
-            stderr=-2,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
             umask=0o022,
@@ -203,7 +205,7 @@ async def run(
     finally:
         with anyio.CancelScope(shield=True):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, 9)
+                os.killpg(process.pid, signal.SIGKILL)
             await process.aclose()
     output = "\n".join(tail)
     if status != 0:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from kernelpool.errors import ConfigurationError
 from kernelpool.profile import Profile
 
 WORKSPACE: Final = "/mnt/data"
@@ -19,6 +20,9 @@ WORKSPACE: Final = "/mnt/data"
 
 RUN_DIRECTORY: Final = "/run/kernel"
 """Where a slot's `run/` (sockets, connection file, journal) is mounted inside."""
+
+OUT_OF_MEMORY_WINDOW: Final = 2.0
+"""Seconds between the memory limit killing something and the exit 137 that it explains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,19 @@ class Launch:
     """Host path mounted at WORKSPACE, read-write; also the working directory."""
     run_directory: Path
     """Host path mounted at RUN_DIRECTORY, read-write."""
+
+
+def check_memory(profile: Profile, *, host_bytes: int) -> None:
+    """See that the host has as much memory as one kernel may use.
+
+    Raises:
+        ConfigurationError: it has less.
+    """
+    if profile.limits.memory_bytes > host_bytes:
+        raise ConfigurationError(
+            f"a kernel may use {profile.limits.memory_bytes:,} bytes of memory, but the host has "
+            f"{host_bytes:,}: lower the limit"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import anyio
@@ -37,14 +36,19 @@ from kernelpool import bubblewrap, keeper
 from kernelpool.cgroup import Cgroup, CgroupTree, OutOfMemoryWatch
 from kernelpool.errors import ConfigurationError, EngineError
 from kernelpool.profile import Profile
-from kernelpool.runtime import Capabilities, Exit, Launch, Owned, Sample
+from kernelpool.runtime import (
+    OUT_OF_MEMORY_WINDOW,
+    Capabilities,
+    Exit,
+    Launch,
+    Owned,
+    Sample,
+    check_memory,
+)
 
 START_SECONDS: Final = keeper.START_SECONDS + 5
 KILL_SECONDS: Final = 10.0
 """Seconds after which a keeper that does not report the end of a killed sandbox is killed too."""
-
-OUT_OF_MEMORY_WINDOW: Final = 2.0
-"""Seconds between the memory limit killing something and the exit 137 that it explains."""
 
 COUNTER_RETRIES: Final = 50
 """Looks, 20 ms apart, at the counter of a group that has announced a kill."""
@@ -234,12 +238,7 @@ class BubblewrapRuntime:
         await to_thread.run_sync(self._prepare)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop following the sandboxes; they stay as they are."""
         for sandbox in list(self._sandboxes.values()):
             sandbox.let_go()
@@ -249,11 +248,7 @@ class BubblewrapRuntime:
         """See that the environment is there, and start its Python in a sandbox once."""
         await to_thread.run_sync(bubblewrap.find_python, Path(profile.image))
         host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if profile.limits.memory_bytes > host_bytes:
-            raise ConfigurationError(
-                f"a kernel may use {profile.limits.memory_bytes:,} bytes of memory, but the host "
-                f"has {host_bytes:,}: lower the limit"
-            )
+        check_memory(profile, host_bytes=host_bytes)
         name = f"check-{secrets.token_hex(6)}"
         directory = self._state_directory / f".{name}"
         launch = await to_thread.run_sync(self._trial, name, directory, profile)

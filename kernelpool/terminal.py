@@ -65,7 +65,6 @@ class TerminalText:
             limit_tail: UTF-8 bytes kept from the end.
             line_limit: columns of the window; a carriage return goes back at most that far.
         """
-        self._limit_head = limit_head
         self._limit_tail = limit_tail
         self._line_limit = max(1, line_limit)
         self._waiting: list[str] = []

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Final, TypeVar
 
 import anyio
@@ -82,12 +81,7 @@ class OpenFile:
     async def __aenter__(self) -> OpenFile:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
