@@ -1,25 +1,23 @@
-"""Channels: the ZeroMQ sockets of one kernel, on the event loop. The home of zmq.
+"""Channels: the four connections to one kernel, on the event loop.
 
-Above: kernel.py. Below: wire.py. Knows frames and messages; has never heard of executions.
+Above: kernel.py. Below: zmtp.py, wire.py. Knows frames and messages, never heard of executions.
 
-The sockets are read by their file descriptors rather than through zmq.asyncio, whose future per
-receive costs more than the receive. The descriptor is edge-triggered: after each readiness, and
-after each send, a socket has to be drained until it has nothing left.
+There is one connection per channel, for the life of the kernel's process: a second one would follow
+whatever link the code has planted at the socket's path meanwhile. What a kernel sends is bounded
+per message; what it sends faster than it is read waits in its own buffers, then holds it up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import structlog
-import zmq
 
+from kernelpool import zmtp
 from kernelpool.errors import KernelClosed
 from kernelpool.execution import Channel, Message
 from kernelpool.wire import Wire, WireError
@@ -29,20 +27,14 @@ log = structlog.get_logger(__name__)
 PORTS: Final = {"shell": 1, "iopub": 2, "stdin": 3, "control": 4, "hb": 5}
 """The `ports` of ipc transport: the endings of the socket files' names."""
 
-RECEIVE_HIGH_WATER: Final = 1000
-"""Messages that wait in a socket before the kernel's iopub blocks. libzmq's own default."""
-
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
-"""One frame at most; a longer one ends the connection, and with it the kernel."""
+"""One message at most, all frames together; a longer one ends the connection, and the kernel."""
 
-DRAIN_BATCH: Final = 100
-"""Messages read from one socket before the loop gets to others. At 20 µs each, 2 ms."""
+MAX_FRAMES: Final = 1024
+"""Frames of one message at most. Six are the message, the others are buffers of widgets."""
 
-LINGER: Final = 0
-"""Milliseconds that unsent messages outlive their socket."""
-
-MAX_SOCKETS: Final = 16_384
-"""Sockets in this process; a kernel takes eight with their monitors. libzmq's default is 1023."""
+BATCH: Final = 100
+"""Messages taken from one socket before the loop gets to others. At 20 µs each, 2 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,88 +64,89 @@ class ConnectionInfo:
         }
 
 
-class _Socket:
-    """One socket: drains itself into `take` whenever it is readable."""
+class _Socket(asyncio.Protocol):
+    """One connected socket: hands each message to `take`, and may be held."""
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        kind: int,
-        address: str,
         take: Callable[[Sequence[bytes]], None],
-        *,
-        identity: bytes = b"",
-        disconnected: Callable[[], None] | None = None,
+        closed: Callable[[str], None],
+        hello: bytes,
     ) -> None:
         self._take = take
-        self._loop = asyncio.get_running_loop()
-        self._scheduled: asyncio.Handle | None = None
+        self._closed = closed
+        self._hello = hello
+        self._reader = zmtp.Reader(max_bytes=MAX_MESSAGE_BYTES, max_frames=MAX_FRAMES)
+        self._transport: asyncio.Transport | None = None
         self._held = False
-        self._socket = context.socket(kind)
-        self._socket.linger = LINGER
-        self._socket.rcvhwm = RECEIVE_HIGH_WATER
-        self._socket.maxmsgsize = MAX_MESSAGE_BYTES
-        self._socket.reconnect_ivl = -1
-        if identity:
-            self._socket.identity = identity
-        if kind == zmq.SUB:
-            self._socket.subscribe(b"")
-        self._monitor: zmq.Socket[bytes] | None = None
-        if disconnected is not None:
-            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._loop.add_reader(self._monitor.fileno(), self._monitored, disconnected)
-        self._socket.connect(address)
-        self._descriptor = self._socket.fileno()
-        self._loop.add_reader(self._descriptor, self._drain)
-        self._schedule()
+        self._going_on: asyncio.Handle | None = None
+        self.handshake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when both halves are; libzmq takes nothing else for a message before."""
 
-    def _monitored(self, disconnected: Callable[[], None]) -> None:
-        assert self._monitor is not None
-        with contextlib.suppress(zmq.Again):
-            while not self._monitor.closed:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
-                disconnected()
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send our half of the handshake."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.write(self._hello)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what arrived."""
+        self._reader.feed(data)
+        self._go_on()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell that the other side has gone, unless we closed."""
+        if not self.handshake.done():
+            self.handshake.set_exception(KernelClosed("the kernel closed the connection"))
+        if self._transport is not None:
+            self._transport = None
+            self._closed("the kernel closed the connection")
 
     def send(self, frames: Sequence[bytes]) -> None:
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            raise KernelClosed("the kernel has closed its connection") from None
-        self._schedule()
+        if self._transport is None or self._transport.is_closing():
+            raise KernelClosed("the kernel has closed its connection")
+        self._transport.write(zmtp.message(frames))
 
     def hold(self, held: bool) -> None:
         """Stop or go on reading; meanwhile messages wait in the socket, then in the kernel."""
         self._held = held
-        if not held:
-            self._schedule()
-
-    def _schedule(self) -> None:
-        if self._scheduled is None:
-            self._scheduled = self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        if self._scheduled is not None:
-            self._scheduled.cancel()
-            self._scheduled = None
-        for _ in range(DRAIN_BATCH):
-            if self._held or self._socket.closed:
-                return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(frames)
-        self._schedule()
+        if self._transport is None:
+            return
+        if held:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+            self._go_on()
 
     def close(self) -> None:
-        self._loop.remove_reader(self._descriptor)
-        if self._scheduled is not None:
-            self._scheduled.cancel()
-        if self._monitor is not None:
-            self._loop.remove_reader(self._monitor.fileno())
-            self._socket.disable_monitor()
-            self._monitor.close(LINGER)
-        self._socket.close(LINGER)
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+        if self._going_on is not None:
+            self._going_on.cancel()
+
+    def _go_on(self) -> None:
+        self._going_on = None
+        try:
+            for count, frames in enumerate(self._reader.messages(), start=1):
+                self._take(frames)
+                if self._held or self._transport is None:
+                    return
+                if count == BATCH:
+                    self._transport.pause_reading()
+                    self._going_on = asyncio.get_running_loop().call_soon(self._after_batch)
+                    return
+            if self._reader.ready and not self.handshake.done():
+                self.handshake.set_result(None)
+        except zmtp.ProtocolError as error:
+            log.warning("connection refused", reason=str(error))
+            self.close()
+            self._closed(f"the kernel sent {error}")
+
+    def _after_batch(self) -> None:
+        self._going_on = None
+        if self._transport is not None and not self._held:
+            self._transport.resume_reading()
+            self._go_on()
 
 
 class Channels:
@@ -178,33 +171,42 @@ class Channels:
         broken: Callable[[], None],
     ) -> None:
         self.wire = Wire(info.key.encode(), jupyter_session)
+        self._info = info
+        self._identity = identity
         self._take = take
         self._broken = broken
         self._refused = 0
         self.received_bytes = 0
         """Bytes of all messages so far, which is about what the kernel's journal has grown by."""
-        context = _context()
+        self._sockets: dict[Channel, _Socket] = {}
 
-        def connect(channel: Channel, kind: int) -> _Socket:
-            def receive(frames: Sequence[bytes]) -> None:
-                self._receive(channel, frames)
+    async def connect(self) -> None:
+        """Connect every channel, iopub first, so that nothing is missed.
 
-            address = f"ipc://{info.socket_path(channel)}"
-            return _Socket(
-                context,
-                kind,
-                address,
-                receive,
-                identity=identity if kind == zmq.DEALER else b"",
-                disconnected=self._disconnected if channel in ("iopub", "shell") else None,
+        Raises:
+            KernelClosed: nobody listens.
+        """
+        await self._connect("iopub", zmtp.ready("SUB"))
+        self._sockets["iopub"].send([zmtp.SUBSCRIBE_ALL])
+        dealer = zmtp.ready("DEALER", self._identity)
+        await asyncio.gather(
+            *(self._connect(channel, dealer) for channel in ("shell", "stdin", "control"))
+        )
+
+    async def _connect(self, channel: Channel, ready: bytes) -> None:
+        def receive(frames: Sequence[bytes]) -> None:
+            self._receive(channel, frames)
+
+        loop = asyncio.get_running_loop()
+        path = str(self._info.socket_path(channel))
+        try:
+            _, self._sockets[channel] = await loop.create_unix_connection(
+                lambda: _Socket(receive, self._disconnected, zmtp.GREETING + ready), path
             )
-
-        self._sockets: dict[str, _Socket] = {
-            "iopub": connect("iopub", zmq.SUB),
-            "shell": connect("shell", zmq.DEALER),
-            "stdin": connect("stdin", zmq.DEALER),
-            "control": connect("control", zmq.DEALER),
-        }
+            await self._sockets[channel].handshake
+        except OSError as error:
+            self.close()
+            raise KernelClosed(f"the kernel's {channel} cannot be reached: {error}") from error
 
     def send(
         self,
@@ -252,16 +254,10 @@ class Channels:
             return
         self._take(channel, message)
 
-    def _disconnected(self) -> None:
+    def _disconnected(self, reason: str) -> None:
+        log.debug("connection ended", reason=reason)
         broken, self._broken = self._broken, _nothing
         broken()
-
-
-@functools.cache
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.max_sockets = MAX_SOCKETS
-    return context
 
 
 def _nothing() -> None:

@@ -167,7 +167,7 @@ class Kernel:
         async with self._turn:
             provisioner = await to_thread.run_sync(make_provisioner, self.seat, self.kernel_id)
             await provisioner.load_provisioner_info(record["provisioner"])
-            self._attach(provisioner)
+            await self._attach(provisioner)
             self.generation = record["generation"]
             self._move(Cause.READY)
 
@@ -365,7 +365,7 @@ class Kernel:
             if process.exit is not None or self.state is State.CLOSED:
                 raise KernelClosed("the kernel ended before it was ready")
             await asyncio.sleep(SOCKET_POLL)
-        self._attach(provisioner)
+        await self._attach(provisioner)
         while not self._heard.is_set():
             await self.request("shell", "kernel_info_request", {})
             with contextlib.suppress(TimeoutError):
@@ -379,19 +379,20 @@ class Kernel:
         if self.on_start is not None:
             self.on_start()
 
-    def _attach(self, provisioner: SandboxProvisioner) -> None:
+    async def _attach(self, provisioner: SandboxProvisioner) -> None:
         process = provisioner.process
         assert process is not None
         self._provisioner = provisioner
         process.on_out_of_memory = self._out_of_memory
-        self._channels = Channels(
+        self._spawn(self._watch(provisioner, process))
+        self._channels = channels = Channels(
             provisioner.info,
             identity=self.kernel_id.encode(),
             jupyter_session=self.kernel_id,
             take=self._take,
             broken=self._channels_broken,
         )
-        self._spawn(self._watch(provisioner, process))
+        await channels.connect()
 
     async def _replay(self, run: Run) -> bool:
         """Feed an execution what the journal has of it; whether the kernel ever had it."""

@@ -13,7 +13,7 @@ ROOT: Final = Path(__file__).parents[1]
 
 HOMES: Final = {
     "docker": {"kernelpool.container", "kernelpool.image"},
-    "zmq": {"kernelpool.channels"},
+    "zmq": set(),
     "jupyter_client": {"kernelpool.provisioner"},
     "redis": {"orchestrator.redis_link"},
     "obstore": {"orchestrator.artifacts"},
@@ -24,7 +24,7 @@ HOMES: Final = {
 
 VALUES: Final = {
     "kernelpool.errors", "kernelpool.events", "kernelpool.profile", "kernelpool.runtime",
-    "kernelpool.terminal",
+    "kernelpool.terminal", "kernelpool.file_names",
 }  # fmt: skip
 """Values and pure parts of kernelpool: anybody may import them."""
 
@@ -37,7 +37,7 @@ KERNEL_SIDE: Final = {
 
 PURE: Final = {
     "kernelpool.events", "kernelpool.errors", "kernelpool.profile", "kernelpool.lifecycle",
-    "kernelpool.plan", "kernelpool.execution", "kernelpool.wire", "kernelpool.terminal",
+    "kernelpool.plan", "kernelpool.execution", "kernelpool.wire", "kernelpool.zmtp", "kernelpool.terminal",
     "kernelpool.runtime", "kernelpool.file_names",
     "orchestrator.sessions", "orchestrator.executions", "orchestrator.errors",
     "orchestrator.bundles", "orchestrator.transcript", "orchestrator.dispatch",

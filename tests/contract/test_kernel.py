@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import anyio
 import pytest
+from anyio import to_thread
 from blockbuster import BlockBuster
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
@@ -388,6 +389,25 @@ async def test_a_kernel_that_closes_its_own_sockets_is_ended_and_named(lease: Le
     ended = done(await run(lease, "import os; os.closerange(3, 4096)", timeout=5))
     assert ended.status in ("failed", "timed_out", "error")
     assert result(await run(lease, "1 + 1")) == "2"
+
+
+async def test_a_message_without_an_end_ends_its_kernel_and_fills_no_memory(lease: Lease) -> None:
+    code = (
+        "import zmq\nsocket = get_ipython().kernel.iopub_thread.socket\n"
+        "for _ in range(300): socket.send(b'x' * 2**20, zmq.SNDMORE)\n"
+        "import time; time.sleep(60)"
+    )
+    before = await to_thread.run_sync(_resident_bytes)
+    ended = done(await run(lease, code, timeout=20))
+    assert ended.failure is not None, ended
+    assert ended.kernel_end is not None
+    assert await to_thread.run_sync(_resident_bytes) - before < 150 * MIB
+    assert result(await run(lease, "1 + 1")) == "2"
+
+
+def _resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def test_a_closed_kernel_runs_nothing(bench: Bench) -> None:
