@@ -66,7 +66,7 @@ async def measure(bench: Bench) -> list[Row]:
             note=f"beside our own warm 1+1; {over_plain:.2f} x a plain client's",
         ),
         Row(
-            "Docker calls and mounts on that path",
+            "engine calls and mounts on that path",
             "calls",
             ours=Spread.of(touched),
             target=Target(0, of="ours"),

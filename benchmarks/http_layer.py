@@ -25,7 +25,6 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from benchmarks.http_client import Connection
-from kernelpool import clean_name
 from orchestrator.app import create_app
 from orchestrator.artifacts import Artifacts
 from orchestrator.embedded_redis import redis_server
@@ -104,9 +103,7 @@ async def main() -> None:
         async with (
             redis_server(directory) as url,
             open_store(url, artifacts) as store,
-            InstantDispatcher(
-                store, artifacts, directory / "workspaces", clean_name=clean_name
-            ) as dispatcher,
+            InstantDispatcher(store, artifacts, directory / "workspaces") as dispatcher,
         ):
             settings = replace(load({}), api_keys={})
             app = create_app(settings=settings, store=store, dispatcher=dispatcher)

@@ -27,8 +27,8 @@ def _probe():
             continue
         for line in lines:
             name, _, rest = line.partition(":")
-            kind = name.partition("_")[0]
-            if name in sums or kind in sums:
+            kind = "Private" if name.startswith("Private_") else name
+            if kind in sums:
                 sums[kind] += int(rest.split()[0]) / 1024
     print(json.dumps(sums))
 _probe()

@@ -33,8 +33,11 @@ WARM_SECONDS = 60.0
 POLL = 0.005
 GONE_SECONDS = 20.0
 
-WARM_REPLIES = len(Profile().warm_imports)
-"""Requests that a warm slot's kernel has answered: one for each library imported in advance."""
+SETTLE_SECONDS = 0.3
+"""Between a kernel's last reply while it was warmed and the pool's taking note of it."""
+
+WARM_REPLIES = len(Profile().warm_imports) + 1
+"""Requests that a warm slot's kernel has answered: one per library, and a first display."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,10 @@ class Product:
         """The most it was since `forget_peak`."""
         return _status(self.pid, "VmHWM")
 
+    def processor_seconds(self) -> float:
+        """Processor time that the server and its Redis have used."""
+        return sum(map(_processor_seconds, (self.pid, *_children(self.pid))))
+
     def forget_peak(self) -> None:
         """Let the peak count from now."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5", encoding="ascii")
@@ -81,6 +88,7 @@ class Product:
             besides: Slots that do not count: sessions have them, or had.
         """
         await until(lambda: bool(self._warm() - besides), poll=POLL, timeout=WARM_SECONDS)
+        await asyncio.sleep(SETTLE_SECONDS)
         return self._warm()
 
     async def until_slots(self, count: int) -> None:
@@ -235,6 +243,16 @@ async def _ended(process: asyncio.subprocess.Process) -> bool:
 def _status(pid: int, name: str) -> int:
     text = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     return int(text.partition(f"{name}:")[2].split()[0]) * 1024
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+    return [int(child) for child in text.split()]
 
 
 def _check(execution: Any) -> None:
