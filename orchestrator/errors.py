@@ -47,6 +47,8 @@ class ServiceError(Exception):
         self.code = code or type(self).code
         self.retry_after = retry_after
         """Seconds after which the caller may try again; None: not by waiting."""
+        self.headers: dict[str, str] = {}
+        """Of the answer, beside those that go with the class."""
 
 
 class BadRequest(ServiceError):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -198,11 +198,11 @@ class EventLog:
 
     async def follow(
         self, execution_id: str, *, after: int = -1, session_id: str | None = None
-    ) -> AsyncIterator[ExecutionEvent]:
+    ) -> AsyncGenerator[ExecutionEvent]:
         """Events with a sequence number above `after`, then live ones up to the final one.
 
         With `session_id`, an execution whose log is gone, or whose owner died without a final
-        event, is told from its record.
+        event, is told from its record. A connection to Redis is held until the generator is closed.
 
         Raises:
             ExecutionNotFound: there is no log, nor a record.

@@ -109,7 +109,8 @@ class UnknownExecution(OutcomeUnknown):
             "Do not send it again blindly; ask for the execution instead."
         )
         self.execution_id = execution_id
-        self.headers = {"x-execution-id": execution_id} if execution_id else {}
+        if execution_id is not None:
+            self.headers["x-execution-id"] = execution_id
 
 
 def _unknown(first: ExecutionEvent | None, error: Exception) -> UnknownExecution:

@@ -50,8 +50,6 @@ class ExecutionOrder:
     """1 to 255 characters, unique per tenant and session."""
     request_digest: str = ""
     """SHA-256 of the request body's meaning; tells a repeated request from another with its key."""
-    origin: str = "api"
-    """Who asked: `api`, `person`, or a response id."""
 
 
 @dataclass(frozen=True, slots=True)

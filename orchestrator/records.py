@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import anyio
-import anyio.to_thread
 import structlog
+from anyio import to_thread
 
 from orchestrator.artifacts import ArtifactMissing, Artifacts, ArtifactStoreError
 from orchestrator.errors import Unavailable
@@ -75,10 +75,10 @@ class Records:
         if texts <= RECORD_LIMIT:
             text = _json(execution.to_wire())
         else:
-            text = await anyio.to_thread.run_sync(_json, execution.to_wire())
+            text = await to_thread.run_sync(_json, execution.to_wire())
         if len(text) <= RECORD_LIMIT:
             return EncodedRecord(status + b" json " + text, "")
-        packed = await anyio.to_thread.run_sync(zlib.compress, text, 1)
+        packed = await to_thread.run_sync(zlib.compress, text, 1)
         key = f"records/{execution.session_id}/{execution.id}/{secrets.token_hex(4)}"
         try:
             await self._overflow.put(key, packed)
@@ -102,7 +102,7 @@ class Records:
         text = await self._text(value)
         if len(text) <= RECORD_LIMIT:
             return _from_json(text)
-        return await anyio.to_thread.run_sync(_from_json, text)
+        return await to_thread.run_sync(_from_json, text)
 
     async def _text(self, value: bytes) -> bytes:
         """The JSON of a record."""
@@ -118,7 +118,7 @@ class Records:
                 if isinstance(unavailable.__cause__, ArtifactMissing):
                     return excerpt
                 raise
-        return await anyio.to_thread.run_sync(zlib.decompress, payload)
+        return await to_thread.run_sync(zlib.decompress, payload)
 
     async def decode_all(self, values: Sequence[bytes]) -> list[Execution]:
         """The executions of several records, in order."""
@@ -152,7 +152,7 @@ class Records:
                 if encoding == b"stored":
                     superseded.append(payload.split(b" ", 1)[0].decode())
                 line = await self._text(value) + b"\n"
-                yield await anyio.to_thread.run_sync(compressor.compress, line)
+                yield await to_thread.run_sync(compressor.compress, line)
             yield compressor.flush()
 
         await self._overflow.put(key, packed())
@@ -195,7 +195,7 @@ class Records:
             try:
                 async for chunk in self._overflow.stream(key):
                     while chunk:
-                        text = await anyio.to_thread.run_sync(
+                        text = await to_thread.run_sync(
                             decompressor.decompress, chunk, DECOMPRESS_STEP
                         )
                         chunk = decompressor.unconsumed_tail

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 import socket
 import ssl
@@ -23,6 +22,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from orchestrator.auth import is_loopback
+from orchestrator.errors import BadRequest
+from orchestrator.wire import error_object, to_json
 
 KEEP_ALIVE_SECONDS: Final = 75
 """How long an unused connection stays open: longer than the 60 s of common reverse proxies, which
@@ -49,7 +50,6 @@ class Tls:
 
     certificate: Path
     key: Path
-    password: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ async def serving(
 def _tls_context(tls: Tls) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(tls.certificate, tls.key, tls.password)
+    context.load_cert_chain(tls.certificate, tls.key)
     return context
 
 
@@ -262,8 +262,7 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _refuse(self, status: bytes, message: str) -> None:
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        body = json.dumps({"error": error}).encode()
+        body = to_json(error_object(BadRequest(message)))
         self.transport.write(
             b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
             b"x-request-id: req_%b\r\nconnection: close\r\n\r\n%b"

@@ -135,7 +135,7 @@ class SessionFiles:
         if before is None:
             return []
         changes = diff(before, after)
-        if not (changes.created or changes.modified or changes.deleted):
+        if not changes:
             return []
         names = display_paths([*after.files, *changes.deleted])
         change_of = {names[path]: "created" for path in changes.created}

@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TextIO
+from typing import Any, Final, TextIO, TypeVar
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -147,13 +147,14 @@ class Histogram:
 
 
 Metric = Counter | Gauge | Histogram
+M = TypeVar("M", bound=Metric)
 
 
 class Metrics:
     """Every metric of this process."""
 
     def __init__(self) -> None:
-        self._metrics: dict[str, Metric] = {}
+        self._metrics: list[Metric] = []
         self._in_flight = 0
         self.requests = self._add(
             Counter(
@@ -179,25 +180,18 @@ class Metrics:
         self.uploaded = self._add(
             Counter("kernelpool_uploaded_bytes_total", "Bytes of files taken from callers.")
         )
-        self.gauge(
-            "kernelpool_http_requests_in_flight",
-            "HTTP requests being answered.",
-            lambda: self._in_flight,
+        self._add(
+            Gauge(
+                "kernelpool_http_requests_in_flight",
+                "HTTP requests being answered.",
+                lambda: self._in_flight,
+            )
         )
-
-    def gauge(self, name: str, meaning: str, read: Callable[[], float]) -> None:
-        """Show a number that some other part of the process keeps."""
-        self._add(Gauge(name, meaning, read))
-
-    def counter(self, name: str, meaning: str, labels: Sequence[str] = ()) -> Counter:
-        """A counter for some other part of the process; asking twice gives the same one."""
-        known = self._metrics.get(name)
-        return known if isinstance(known, Counter) else self._add(Counter(name, meaning, labels))
 
     def render(self) -> str:
         """The text that Prometheus reads, version 0.0.4."""
         lines: list[str] = []
-        for metric in self._metrics.values():
+        for metric in self._metrics:
             lines.append(f"# HELP {metric.name} {metric.meaning}")
             lines.append(f"# TYPE {metric.name} {metric.kind}")
             lines.extend(metric.lines())
@@ -213,8 +207,8 @@ class Metrics:
         self.requests.add(method, route, str(status))
         self.latency.observe(seconds, route)
 
-    def _add(self, metric: Any) -> Any:
-        self._metrics[metric.name] = metric
+    def _add(self, metric: M) -> M:
+        self._metrics.append(metric)
         return metric
 
 

@@ -12,16 +12,18 @@ import contextlib
 import secrets
 import shutil
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import anyio
 import anyio.abc
+from anyio import to_thread
 
 from kernelpool.errors import NameRefused
 from kernelpool.events import Done, Event, Failure, FailureCode, InputRequest, Started, Usage
+from kernelpool.file_names import clean_name
 from kernelpool.profile import MEMORY_TIERS
 from orchestrator.artifacts import Artifacts
 from orchestrator.dispatch import FileContent
@@ -120,7 +122,6 @@ class ScriptedDispatcher:
         store: Where records go.
         artifacts: Where files go that outlive their session.
         directory: Where workspaces are made.
-        clean_name: `kernelpool.clean_name`, which this module must not reach for itself.
         slots: Sessions that may run at once.
         queue_limit: Executions that may wait in a session.
         disk_bytes: Size of a workspace.
@@ -136,7 +137,6 @@ class ScriptedDispatcher:
         artifacts: Artifacts,
         directory: Path,
         *,
-        clean_name: Callable[[str], str],
         slots: int = 64,
         queue_limit: int = 16,
         disk_bytes: int = 1024**3,
@@ -148,7 +148,6 @@ class ScriptedDispatcher:
         self._store = store
         self._artifacts = artifacts
         self._directory = directory
-        self._clean_name = clean_name
         self._slots = slots
         self._queue_limit = queue_limit
         self._disk_bytes = disk_bytes
@@ -222,7 +221,7 @@ class ScriptedDispatcher:
             await bench.cancel_all()
             if reason is not EndReason.DELETED:
                 await self._archive(bench)
-            await anyio.to_thread.run_sync(shutil.rmtree, bench.workspace)
+            await to_thread.run_sync(shutil.rmtree, bench.workspace)
         if reason is EndReason.DELETED:
             await self._artifacts.delete(await self._store.forget_session(session_id))
 
@@ -309,7 +308,7 @@ class ScriptedDispatcher:
         """Write an upload to the workspace."""
         bench = await self._bench(session_id)
         try:
-            name = self._clean_name(name)
+            name = clean_name(name)
         except NameRefused as error:
             raise BadRequest(f"Unusable file name: {error}.", param="file") from error
         partial = anyio.Path(self._directory, f"{session_id}.{secrets.token_hex(8)}")

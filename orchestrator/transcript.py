@@ -214,9 +214,7 @@ class Transcript:
     def _output_event(
         self, index: int, output: Output, kind: EventType = EventType.OUTPUT
     ) -> ExecutionEvent:
-        number = self._next_number
-        self._next_number = number + 1
-        return ExecutionEvent(number, kind, {"output_index": index, "output": output})
+        return self._event(kind, {"output_index": index, "output": output})
 
     def _record(
         self,

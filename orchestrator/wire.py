@@ -70,8 +70,7 @@ def error_object(error: ServiceError) -> dict[str, Any]:
 def error_reply(error: ServiceError) -> JsonReply:
     """An error with the headers that tell a client what to do about it."""
     reply = JsonReply(error_object(error), status_code=error.status)
-    reply.headers.update(_headers(error))
-    reply.headers.update(getattr(error, "headers", {}))
+    reply.headers.update(_headers(error) | error.headers)
     return reply
 
 

@@ -6,10 +6,10 @@ Above: app.py. Below: the dispatcher for what acts, store.py and its event log f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -285,12 +285,9 @@ class Executions:
         self, container_id: str, execution_id: str, after: int
     ) -> AsyncIterator[AsyncIterator[ExecutionEvent]]:
         log = self._store.event_log
-        events = log.follow(execution_id, after=after, session_id=container_id)
-        try:
+        follower = log.follow(execution_id, after=after, session_id=container_id)
+        async with aclosing(follower) as events:
             yield events
-        finally:
-            # Its connection to Redis is given back now, not when the generator is collected.
-            await cast("AsyncGenerator[ExecutionEvent, None]", events).aclose()
 
     def _count(self, execution: Any) -> None:
         failure = execution["failure"]

@@ -91,7 +91,7 @@ class RangeNotSatisfiable(ServiceError):
 
     def __init__(self, size: int) -> None:
         super().__init__(f"The file has {size} bytes; the range lies outside of them.")
-        self.headers = {"content-range": f"bytes */{size}", "accept-ranges": "bytes"}
+        self.headers |= {"content-range": f"bytes */{size}", "accept-ranges": "bytes"}
 
 
 class Files:

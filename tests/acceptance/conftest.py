@@ -18,7 +18,6 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 
-from kernelpool import clean_name
 from orchestrator.app import create_app
 from orchestrator.artifacts import Artifacts
 from orchestrator.server import Tls, listen, serving
@@ -148,7 +147,6 @@ def service_with(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Se
                 store,
                 artifacts,
                 directory / run,
-                clean_name=clean_name,
                 slots=slots,
                 queue_limit=4,
                 disk_bytes=64 * 1024 * 1024,

@@ -16,7 +16,6 @@ from typing import Any
 import anyio
 import pytest
 
-from kernelpool import clean_name
 from orchestrator.artifacts import Artifacts
 from orchestrator.dispatch import Dispatcher
 from orchestrator.embedded_redis import redis_server
@@ -128,7 +127,6 @@ async def bench(request: pytest.FixtureRequest, state_directory: Path) -> AsyncI
                 store,
                 artifacts,
                 state_directory / "workspaces",
-                clean_name=clean_name,
                 queue_limit=QUEUE_LIMIT,
             ) as dispatcher,
         ):

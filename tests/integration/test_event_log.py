@@ -134,7 +134,7 @@ async def test_followers_that_come_and_go_lose_and_double_nothing(
                 if event is None:
                     break
                 seen.append(event)
-            await follower.aclose()  # type: ignore[attr-defined]
+            await follower.aclose()
         assert seen == events
 
     async with anyio.create_task_group() as tasks:
