@@ -87,9 +87,16 @@ def _translated() -> Iterator[None]:
         raise EngineError(f"the Docker Engine refused: {error.explanation or error}") from error
     except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
         raise EngineUnreachable(
-            f"no Docker Engine answers ({error}). Start it, or allow this user to open its socket "
-            "(group `docker`), or choose another with DOCKER_HOST"
+            f"no Docker Engine answers ({_root_cause(error)}). Start it, or allow this user to use "
+            "its socket (group `docker`), or choose another with DOCKER_HOST"
         ) from error
+
+
+def _root_cause(error: BaseException) -> str:
+    """The innermost reason: clients wrap it three times."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _client(address: str | None) -> Any:

@@ -508,11 +508,12 @@ class Kernel:
                     await run.wake.wait()
         if killing is not None:
             await self._call_off(killing)
-        if run.out_of_memory and run.exit is None:
-            run.push([outcome.memory_notice(self.seat.profile.limits.memory_bytes)])
+        after = self.sample()
+        for notice in run.notices(self.seat.profile.limits, after):
+            run.push([notice])
         while (event := run.take()) is not None:
             yield event
-        yield self._finish(run)
+        yield self._finish(run, after)
 
     async def _interrupt_then_kill(self, run: Run) -> None:
         process = self.process
@@ -538,13 +539,13 @@ class Kernel:
         async for _ in self._follow(run, time.monotonic()):
             pass
 
-    def _finish(self, run: Run) -> Done:
+    def _finish(self, run: Run, after: Sample) -> Done:
         if self._run is run:
             self._run = None
         self._input_header = None
         if self._holding:
             self._hold_output(False)
-        done = run.done(self.seat.profile.limits, self.sample())
+        done = run.done(self.seat.profile.limits, after)
         if run.exit is not None:
             self.end = done.kernel_end
         self._move(Cause.COMPLETE if run.exit is None else Cause.EXITED)

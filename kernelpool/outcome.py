@@ -36,6 +36,15 @@ def memory_notice(limit_bytes: int) -> Notice:
     )
 
 
+def process_notice(limit: int) -> Notice:
+    """The code wanted more processes or threads than it may have."""
+    return Notice(
+        FailureCode.PROCESS_LIMIT.value,
+        f"The code tried to start more than {limit:,} processes and threads, which is the limit.",
+        {"limit": limit},
+    )
+
+
 def ending_failure(ending: Ending, *, seconds: float, killed: bool) -> Failure:
     """The execution was stopped from outside after that time, maybe with its kernel."""
     kept = "Variables are gone, files are kept." if killed else "Variables are kept."

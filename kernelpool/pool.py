@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import Callable, Coroutine
@@ -281,8 +282,12 @@ class Pool:
             self._last_failure_at = time.monotonic()
             expected = self._closing or isinstance(error, KernelPoolError)
             told = str(error) if expected else repr(error)
-            log.warning(
-                "slot not warmed", failures=self._failures, error=told, exc_info=not expected
+            log.log(
+                logging.DEBUG if self._closing else logging.WARNING,
+                "slot not warmed",
+                failures=self._failures,
+                error=told,
+                exc_info=not expected,
             )
         finally:
             self._warming -= 1

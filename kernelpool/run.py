@@ -18,6 +18,7 @@ from kernelpool.events import (
     ExecuteResult,
     Failure,
     KernelEnd,
+    Notice,
     Stream,
     UpdateDisplay,
     Usage,
@@ -76,6 +77,15 @@ class Run:
             self._events.pop()
             return Stream(event.name, last.text + event.text)
         return event
+
+    def notices(self, limits: Limits, after: Sample) -> list[Notice]:
+        """What the limits did to the code while its kernel lived on."""
+        if self.exit is not None:
+            return []
+        told = [outcome.memory_notice(limits.memory_bytes)] if self.out_of_memory else []
+        if (after.process_limit_hits or 0) > (self.before.process_limit_hits or 0):
+            told.append(outcome.process_notice(limits.processes))
+        return told
 
     def done(self, limits: Limits, after: Sample) -> Done:
         """The last event.

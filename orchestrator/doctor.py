@@ -7,9 +7,10 @@ import platform
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 from kernelpool import ConfigurationError, KernelPoolError, Profile, SlotStore
 from kernelpool.runtimes import RuntimeName, RuntimeSettings, open_runtime
@@ -38,7 +39,7 @@ async def examine(settings: Settings) -> list[Finding]:
     findings = [_platform(), _memory()]
     docker = await _runtime(settings, "docker")
     bubblewrap = await _runtime(settings, "bubblewrap")
-    findings += [docker, bubblewrap, _choice(settings, docker, bubblewrap)]
+    findings += [docker, bubblewrap, await _choice(settings)]
     findings += [await _quota(settings), await _redis(settings), await _artifacts(settings)]
     return findings
 
@@ -62,21 +63,11 @@ def _memory() -> Finding:
 
 
 async def _runtime(settings: Settings, name: RuntimeName) -> Finding:
-    chosen = RuntimeSettings(
-        runtime=name,
-        state_directory=settings.state_dir,
-        environments=settings.state_dir / "environments",
-        owner="doctor",
-        profile=Profile(image=settings.image, oci_runtime=settings.oci_runtime),
-    )
     needed = settings.runtime == name
     try:
-        async with open_runtime(chosen) as opened:
-            weak = [
-                field
-                for field in opened.runtime.capabilities.__slots__
-                if not getattr(opened.runtime.capabilities, field)
-            ]
+        async with open_runtime(_runtime_settings(settings, name)) as opened:
+            capabilities = asdict(opened.runtime.capabilities)
+            weak = [capability for capability, there in capabilities.items() if not there]
             found = f"works with {opened.profile.image}"
             if weak:
                 found += f" (without {', '.join(weak)})"
@@ -85,17 +76,27 @@ async def _runtime(settings: Settings, name: RuntimeName) -> Finding:
         return Finding(name, False, "cannot be used", str(error), needed=needed)
 
 
-def _choice(settings: Settings, docker: Finding, bubblewrap: Finding) -> Finding:
-    usable = {"docker": docker.fine, "bubblewrap": bubblewrap.fine}
-    names = ["docker", "bubblewrap"] if settings.runtime == "auto" else [settings.runtime]
-    taken = next((name for name in names if usable[name]), None)
-    if taken is None:
-        return Finding(
-            "runtime", False, f"none (KERNELPOOL_RUNTIME is {settings.runtime})",
-            "Mend one of the two above.",
-        )  # fmt: skip
+async def _choice(settings: Settings) -> Finding:
+    """What `up` would take, found the same way."""
+    asked = f"KERNELPOOL_RUNTIME is {settings.runtime}"
+    try:
+        runtime = cast("RuntimeName", settings.runtime)
+        async with open_runtime(_runtime_settings(settings, runtime)) as opened:
+            taken = opened.runtime.name
+    except KernelPoolError as error:
+        return Finding("runtime", False, f"none ({asked})", str(error))
     warning = "" if taken == "docker" else " - for your own machine; use Docker for strangers' code"
-    return Finding("runtime", True, f"{taken} (KERNELPOOL_RUNTIME is {settings.runtime}){warning}")
+    return Finding("runtime", True, f"{taken} ({asked}){warning}")
+
+
+def _runtime_settings(settings: Settings, name: RuntimeName) -> RuntimeSettings:
+    return RuntimeSettings(
+        runtime=name,
+        state_directory=settings.state_dir,
+        environments=settings.state_dir / "environments",
+        owner="doctor",
+        profile=Profile(image=settings.image, oci_runtime=settings.oci_runtime),
+    )
 
 
 async def _quota(settings: Settings) -> Finding:
@@ -109,7 +110,7 @@ async def _quota(settings: Settings) -> Finding:
         return Finding("disk quota", True, "image: a file system of its own for each container")
     return Finding(
         "disk quota", False, "watch: disk use is looked at each second",
-        f"{reason}: run as root for a hard limit.", needed=False,
+        f"{reason}.", needed=False,
     )  # fmt: skip
 
 

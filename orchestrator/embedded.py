@@ -24,7 +24,7 @@ from orchestrator.settings import Settings
 
 @asynccontextmanager
 async def embedded_host(settings: Settings, console: Console) -> AsyncIterator[Host]:
-    """A host with one warm slot; the environment for bubblewrap is made first where it is needed.
+    """A host without warm slots; the environment for bubblewrap is made first where it is needed.
 
     Raises:
         ConfigurationError, EngineUnreachable, ImageMissing, ImageBuildError, StoreUnavailable: the
@@ -38,7 +38,7 @@ async def embedded_host(settings: Settings, console: Console) -> AsyncIterator[H
     directory = Path(await to_thread.run_sync(tempfile.mkdtemp, None, "kernelpool-"))
     try:
         await to_thread.run_sync(directory.chmod, 0o711)
-        own = replace(settings, state_dir=directory, pool_size=1, redis_url=None)
+        own = replace(settings, state_dir=directory, pool_size=0, redis_url=None)
         async with running_host(own, environments=environments) as host:
             yield host
     finally:

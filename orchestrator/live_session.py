@@ -429,7 +429,9 @@ class LiveSession:
         files: list[dict[str, Any]] = []
         if job.ran:
             try:
-                files = await self.files.collect()
+                files, trouble = await self.files.collect()
+                if trouble is not None:
+                    self._feed(job, Notice("files_truncated", trouble))
             except (ServiceError, KernelPoolError) as error:
                 log.warning("file changes not recorded", execution_id=job.id, error=str(error))
         job.transcript.continue_from(job.sent)

@@ -40,6 +40,9 @@ log = structlog.get_logger(__name__)
 OUTPUTS: Final = "outputs"
 """Folder of the workspace that gets a copy of each heavy output; not watched for changes."""
 
+FILES_TOLD: Final = 1_000
+"""Changed files that an execution names; a record of more would be larger than what it tells of."""
+
 ARTIFACT_BYTES: Final = 512 * 1024 * 1024
 """Largest file that is kept beyond its session. Source: the hosted API's limit for a file."""
 
@@ -128,15 +131,22 @@ class SessionFiles:
             self._uploaded.clear()
             self._snapshot = await self._workspace.scan(exclude=(OUTPUTS,))
 
-    async def collect(self) -> list[dict[str, Any]]:
-        """Record what changed since the last look; container file objects with `change`."""
+    async def collect(self) -> tuple[list[dict[str, Any]], str | None]:
+        """Record what changed since the last look.
+
+        Returns:
+            Container file objects with `change`, and a sentence when some changes are not told.
+        """
         before = self._snapshot
         self._snapshot = after = await self._workspace.scan(exclude=(OUTPUTS,))
-        if before is None:
-            return []
-        changes = diff(before, after)
+        changes = diff(before, after) if before is not None else None
         if not changes:
-            return []
+            return [], None
+        trouble = None
+        if after.truncated:
+            trouble = (
+                f"The container has more than {len(after.files):,} files; others are not seen."
+            )
         names = display_paths([*after.files, *changes.deleted])
         change_of = {names[path]: "created" for path in changes.created}
         change_of |= {names[path]: "modified" for path in changes.modified}
@@ -146,16 +156,21 @@ class SessionFiles:
             if names[path] not in self._uploaded
         ]
         removed = [names[path] for path in changes.deleted]
-        gone = [await self._store.find_file(self._session_id, path) for path in removed]
+        told = removed[:FILES_TOLD]
+        gone = [await self._store.find_file(self._session_id, path) for path in told]
         files = await self._store.apply_file_changes(
             self._session_id, written=written, removed=removed
         )
         for file in files:
             self._store_later(file)
-        return [
-            *(file_object(file) | {"change": change_of[file.path]} for file in files),
+        if (count := len(files) + len(removed)) > FILES_TOLD:
+            trouble = trouble or f"{count:,} files changed; {FILES_TOLD:,} are told here, the list "
+            "of the container's files has all."
+        objects = [
+            *(file_object(file) | {"change": change_of[file.path]} for file in files[:FILES_TOLD]),
             *(file_object(file) | {"change": "deleted"} for file in gone if file is not None),
         ]
+        return objects[:FILES_TOLD], trouble
 
     async def keep(self, event: Shown, number: str) -> tuple[Shown, str | None]:
         """Store the heavy parts of an output and put references in their place.

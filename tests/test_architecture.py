@@ -37,8 +37,8 @@ KERNEL_SIDE: Final = {
 
 PURE: Final = {
     "kernelpool.events", "kernelpool.errors", "kernelpool.profile", "kernelpool.lifecycle",
-    "kernelpool.plan", "kernelpool.execution", "kernelpool.wire", "kernelpool.zmtp", "kernelpool.terminal",
-    "kernelpool.runtime", "kernelpool.file_names",
+    "kernelpool.plan", "kernelpool.execution", "kernelpool.wire", "kernelpool.zmtp",
+    "kernelpool.terminal", "kernelpool.runtime", "kernelpool.file_names",
     "orchestrator.sessions", "orchestrator.executions", "orchestrator.errors",
     "orchestrator.bundles", "orchestrator.transcript", "orchestrator.dispatch",
 }  # fmt: skip

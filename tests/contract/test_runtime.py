@@ -276,7 +276,8 @@ def _left_over(bench: Bench, uids: set[int]) -> list[str]:
         with contextlib.suppress(OSError):
             if path.stat().st_uid in uids:
                 left.append(f"process {path.name}: {(path / 'status').read_text()}")
-    left += [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/kernelpool/{bench.owner}")]
+    groups = (directory for directory, _, _ in os.walk("/sys/fs/cgroup"))
+    left += [group for group in groups if group.endswith(f"/kernelpool/{bench.owner}")]
     mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8")
     left += [line for line in mounts.splitlines() if str(bench.directory) in line]
     state = bench.directory / "state"

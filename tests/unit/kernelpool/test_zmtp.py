@@ -72,7 +72,7 @@ def test_a_message_without_an_end_is_refused() -> None:
 def _talk(kind: int, hello: bytes) -> tuple[zmq.Socket[bytes], socket.socket, zmtp.Reader]:
     directory = TemporaryDirectory(prefix="kp-")
     path = Path(directory.name) / "s"
-    theirs = zmq.Context.instance().socket(kind)
+    theirs: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     theirs.linger = 0
     theirs.rcvtimeo = theirs.sndtimeo = 5000
     theirs.bind(f"ipc://{path}")
