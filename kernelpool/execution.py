@@ -108,8 +108,10 @@ class Execution:
         return [Started(self.execution_count)]
 
 
-def output_event(kind: str, content: Mapping[str, Any]) -> Output | None:
+def output_event(kind: str, content: object) -> Output | None:
     """The output that an iopub message stands for; None when it is not one."""
+    if not isinstance(content, Mapping):
+        return None
     match kind:
         case "stream":
             name: Literal["stdout", "stderr"]
