@@ -11,12 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import hypothesis
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
 PROJECT: Final = Path(__file__).parents[1]
 
 REQUIRE_DOCKER = os.environ.get("KERNELPOOL_REQUIRE_DOCKER") == "1"
+
+# Every test has a limit already; one per example would only fail on a loaded machine.
+hypothesis.settings.register_profile("no-deadline", deadline=None)
+hypothesis.settings.load_profile("no-deadline")
 
 
 @pytest.fixture(scope="session")

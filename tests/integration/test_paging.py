@@ -109,7 +109,6 @@ steps = st.lists(
 @pytest.mark.parametrize("make", [sessions, named_sessions, files, executions])
 @settings(
     max_examples=MAX_EXAMPLES,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import BadRequest, TooLarge
@@ -40,13 +40,11 @@ async def read(body: bytes, size: int = 7, max_bytes: int = 10_000) -> tuple[str
     return reader.name, b"".join([chunk async for chunk in reader.chunks()])
 
 
-@settings(deadline=None)
 @given(content=st.binary(max_size=300), size=st.integers(1, 80))
 async def test_the_bytes_arrive_whole_however_they_are_cut(content: bytes, size: int) -> None:
     assert await read(form(upload(content)), size) == ("a.txt", content)
 
 
-@settings(deadline=None)
 @given(
     content=st.lists(
         st.sampled_from([b"\r", b"\n", b"-", b"--", b"\r\n--", b"\r\n--b0undar", b"x"]), max_size=30
@@ -57,7 +55,6 @@ async def test_what_looks_like_a_boundary_is_content(content: list[bytes], size:
     assert await read(form(upload(b"".join(content))), size) == ("a.txt", b"".join(content))
 
 
-@settings(deadline=None)
 @given(
     name=st.text(
         st.characters(exclude_categories=["Cc", "Cs"], exclude_characters='/\\"'),

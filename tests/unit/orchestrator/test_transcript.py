@@ -613,7 +613,7 @@ SAFE = {"allow_nan": False, "ensure_ascii": False}
     st.sampled_from([SMALL, OutputLimits()]),
     st.sampled_from([0.0, 0.05, 1.0]),
 )
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_any_events_make_a_sound_record(
     fed: list[Event], done: Done, limits: OutputLimits, interval: float
 ) -> None:
@@ -633,7 +633,7 @@ def test_any_events_make_a_sound_record(
 
 
 @given(st.lists(events, max_size=30), st.sampled_from([0.0, 1.0]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_events_tell_what_the_record_keeps(fed: list[Event], interval: float) -> None:
     run = Run(*fed, interval=interval)
     told = replay(run.events)
@@ -656,14 +656,14 @@ tame_events = st.one_of(
 
 
 @given(st.lists(tame_events, max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_client_of_the_events_ends_up_with_the_record(fed: list[Event]) -> None:
     run = Run(*fed)
     assert replay(run.events) == list(run.record.outputs)
 
 
 @given(st.lists(streams, max_size=20), st.sampled_from([0.0, 1.0]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_stdout_is_what_a_terminal_shows(fed: list[Stream], interval: float) -> None:
     run = Run(*fed, interval=interval)
     for name, text in (("stdout", run.record.stdout), ("stderr", run.record.stderr)):
@@ -675,7 +675,7 @@ def test_stdout_is_what_a_terminal_shows(fed: list[Stream], interval: float) -> 
 
 
 @given(st.lists(events, max_size=60), ends)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_record_never_exceeds_its_limits(fed: list[Event], done: Done) -> None:
     run = Run(*fed, limits=SMALL, done=done)
     record = run.record
