@@ -1,4 +1,4 @@
-"""Session: the user's durable thing. Above: store, owner, routes. Below: nothing.
+"""Session: the user's durable thing. Above: store, owner, routes. Below: errors.py.
 
 A session is what a hosted API calls a container; it is renamed in `routes/`. It outlives kernels.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+from orchestrator.errors import SessionExpired
 
 
 class SessionStatus(StrEnum):
@@ -51,6 +53,15 @@ class Session:
     """Grows each time the session changes owner; a worker with an older one is refused."""
     ended_at: float | None = None
     end_reason: EndReason | None = None
+
+    def check_running(self) -> None:
+        """See that it has not ended.
+
+        Raises:
+            SessionExpired: it has.
+        """
+        if self.status is SessionStatus.EXPIRED:
+            raise SessionExpired
 
 
 @dataclass(frozen=True, slots=True)

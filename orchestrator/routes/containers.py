@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from orchestrator.auth import tenant_of
 from orchestrator.dispatch import Dispatcher
-from orchestrator.errors import NotFound, SessionExpired
+from orchestrator.errors import NotFound
 from orchestrator.openapi import answers, json_body
 from orchestrator.request_body import read_json, refuse_other_media
 from orchestrator.routes.paging import PageOf
@@ -22,7 +22,7 @@ from orchestrator.schema import (
     deleted_object,
     list_object,
 )
-from orchestrator.sessions import EndReason, SessionOrder, SessionStatus
+from orchestrator.sessions import EndReason, SessionOrder
 from orchestrator.store import Store
 from orchestrator.wire import JsonReply
 
@@ -113,6 +113,5 @@ class Containers:
         """Give a container a new kernel; its files stay, its variables do not."""
         refuse_other_media(request, "application/json")
         session = await self._store.touch_session(container_id, tenant_of(request))
-        if session.status is SessionStatus.EXPIRED:
-            raise SessionExpired
+        session.check_running()
         return JsonReply(container_object(await self._dispatcher.restart(container_id)))

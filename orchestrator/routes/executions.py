@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from orchestrator.auth import tenant_of
 from orchestrator.dispatch import Dispatcher
-from orchestrator.errors import BadRequest, SessionExpired
+from orchestrator.errors import BadRequest
 from orchestrator.event_stream import (
     EventStreamReply,
     last_execution,
@@ -210,8 +210,7 @@ class Executions:
         answer = await read_json(request, AnswerInput)
         session = await self._store.touch_session(container_id, tenant_of(request))
         await self._store.get_execution(container_id, execution_id)
-        if session.status is SessionStatus.EXPIRED:
-            raise SessionExpired
+        session.check_running()
         execution = await self._dispatcher.answer_input(container_id, execution_id, answer.text)
         return JsonReply(execution.to_wire())
 

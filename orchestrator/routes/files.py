@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from orchestrator.auth import tenant_of
 from orchestrator.dispatch import Dispatcher, FileContent
-from orchestrator.errors import BadRequest, NotFound, ServiceError, SessionExpired
+from orchestrator.errors import BadRequest, NotFound, ServiceError
 from orchestrator.event_stream import while_connected
 from orchestrator.multipart import FORM_OVERHEAD_BYTES, UploadForm
 from orchestrator.openapi import Responses, answers, json_body, refusals
@@ -43,7 +43,7 @@ from orchestrator.schema import (
     file_object,
     list_object,
 )
-from orchestrator.sessions import Session, SessionFile, SessionStatus
+from orchestrator.sessions import Session, SessionFile
 from orchestrator.store import Store
 from orchestrator.telemetry import Metrics
 from orchestrator.wire import JsonReply
@@ -177,7 +177,7 @@ class Files:
     async def list(self, request: Request, container_id: str, page: PageOf) -> Response:
         """List a container's files."""
         session = await self._store.get_session(container_id, tenant_of(request))
-        _refuse_expired(session)
+        session.check_running()
         found = await self._store.list_files(container_id, page)
         return JsonReply(list_object(map(file_object, found.items), has_more=found.has_more))
 
@@ -186,7 +186,7 @@ class Files:
         session = await self._store.get_session(container_id, tenant_of(request))
         file = await self._store.get_file(container_id, file_id)
         if not file.outlives_session:
-            _refuse_expired(session)
+            session.check_running()
         return JsonReply(file_object(file))
 
     async def content(self, request: Request, container_id: str, file_id: str) -> Response:
@@ -202,7 +202,7 @@ class Files:
 
     async def _running(self, request: Request, container_id: str) -> Session:
         session = await self._store.touch_session(container_id, tenant_of(request))
-        _refuse_expired(session)
+        session.check_running()
         return session
 
     async def _put(self, session: Session, form: UploadForm) -> SessionFile:
@@ -225,11 +225,6 @@ class Files:
             if time.monotonic() - touched > TOUCH_SECONDS:
                 touched = time.monotonic()
                 await self._store.touch_session(session.id, session.tenant)
-
-
-def _refuse_expired(session: Session) -> None:
-    if session.status is SessionStatus.EXPIRED:
-        raise SessionExpired
 
 
 def _no_file(file_id: str) -> NotFound:
