@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from anyio import to_thread
+
 from kernelpool import environment, recipe
 from kernelpool.container import DockerRuntime
 from kernelpool.errors import ConfigurationError, EngineError, KernelPoolError
@@ -61,7 +63,11 @@ async def open_runtime(settings: RuntimeSettings) -> AsyncIterator[Chosen]:
         try:
             chosen = await _docker(settings, stack, "an engine answers and has the image")
         except EngineError as error:
-            chosen = await _bubblewrap(settings, stack, f"Docker cannot be used: {error}")
+            why = f"Docker cannot be used: {error}"
+            try:
+                chosen = await _bubblewrap(settings, stack, why)
+            except KernelPoolError as refused:
+                raise ConfigurationError(f"{refused}. {why}") from refused
         yield chosen
 
 
@@ -78,10 +84,7 @@ async def docker_usable(image: str) -> bool:
 async def _docker(settings: RuntimeSettings, stack: AsyncExitStack, why: str) -> Chosen:
     async with AsyncExitStack() as trial:
         runtime = await trial.enter_async_context(
-            DockerRuntime(
-                owner=settings.owner,
-                seccomp=recipe.IMAGES / "seccomp.json",
-            )
+            DockerRuntime(owner=settings.owner, seccomp=recipe.IMAGES / "seccomp.json")
         )
         profile = replace(settings.profile, runtime="docker")
         await runtime.check(profile)
@@ -90,18 +93,15 @@ async def _docker(settings: RuntimeSettings, stack: AsyncExitStack, why: str) ->
 
 
 async def _bubblewrap(settings: RuntimeSettings, stack: AsyncExitStack, why: str) -> Chosen:
-    found = environment.find(settings.environments)
+    found = await to_thread.run_sync(environment.find, settings.environments)
     if found is None:
         raise ConfigurationError(
-            "there is no environment for kernels: `kernelpool image build --runtime bubblewrap` "
-            f"makes it. bubblewrap: {why}"
+            "there is no environment for kernels; `kernelpool image build --runtime bubblewrap` "
+            "makes it"
         )
     runtime = await stack.enter_async_context(
         BubblewrapRuntime(state_directory=settings.state_directory / "sandboxes")
     )
     profile = replace(settings.profile, runtime="bubblewrap", image=str(found))
-    try:
-        await runtime.check(profile)
-    except KernelPoolError as error:
-        raise ConfigurationError(f"{error}. bubblewrap: {why}") from error
+    await runtime.check(profile)
     return Chosen(runtime, profile, f"bubblewrap: {why}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from anyio import to_thread
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -83,7 +84,7 @@ async def build_for_bubblewrap(directory: Path, *, console: Console | None = Non
     """
     console = console or Console()
     started = time.monotonic()
-    there = environment.find(directory) is not None
+    there = await to_thread.run_sync(environment.find, directory) is not None
     with StepDisplay(console) as display:
         path = await environment.build_environment(directory, progress=display)
     how = "unchanged" if there else f"built in {time.monotonic() - started:.0f} s"
