@@ -86,10 +86,15 @@ def _translated() -> Iterator[None]:
     except docker.errors.APIError as error:
         raise EngineError(f"the Docker Engine refused: {error.explanation or error}") from error
     except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
-        raise EngineUnreachable(
-            f"no Docker Engine answers ({_root_cause(error)}). Start it, or allow this user to use "
-            "its socket (group `docker`), or choose another with DOCKER_HOST"
-        ) from error
+        raise unreachable(_root_cause(error)) from error
+
+
+def unreachable(reason: object) -> EngineUnreachable:
+    """What is said when no engine answers, with the cure."""
+    return EngineUnreachable(
+        f"no Docker Engine answers ({reason}). Start it, or allow this user to use its socket "
+        "(group `docker`), or choose another with DOCKER_HOST"
+    )
 
 
 def _root_cause(error: BaseException) -> str:

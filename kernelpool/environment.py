@@ -37,7 +37,7 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 
 
 def inputs_hash() -> str:
-    """Return the hash of everything that decides what the environment is."""
+    """The hash of everything that decides what the environment is."""
     return recipe.fingerprint(recipe.startup_files(), _packages_hash())
 
 
@@ -47,18 +47,18 @@ def _packages_hash() -> str:
 
 
 def location(directory: Path) -> Path:
-    """Return where the environment of the current inputs is, or would be, below `directory`."""
+    """Where the environment of the current inputs is, or would be, below `directory`."""
     return directory / f"python-{inputs_hash()[:12]}"
 
 
 def find(directory: Path) -> Path | None:
-    """Return the finished environment of the current inputs, if there is one."""
+    """The finished environment of the current inputs, if there is one."""
     path = location(directory)
     return path if path.is_dir() else None
 
 
 async def build_environment(directory: Path, *, progress: Progress = recipe.silent) -> Path:
-    """Return the environment for the current inputs below `directory`, made if it is not there.
+    """The environment for the current inputs below `directory`, made if it is not there.
 
     Two processes may ask at once: one builds, the other waits and finds it. A build that fails or
     is cancelled leaves nothing behind, one that was killed is swept by the next.
@@ -87,7 +87,7 @@ async def build_environment(directory: Path, *, progress: Progress = recipe.sile
 
 
 def plan(*, have_packages: bool) -> tuple[str, ...]:
-    """Return the titles of the steps that a build takes."""
+    """The titles of the steps that a build takes."""
     return ("start-up code",) if have_packages else (*PACKAGE_STEPS, "start-up code")
 
 

@@ -43,7 +43,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from kernelpool import recipe
-from kernelpool.errors import EngineUnreachable, ImageBuildError
+from kernelpool.container import unreachable
+from kernelpool.errors import ImageBuildError
 from kernelpool.recipe import Progress, Steps
 
 T = TypeVar("T")
@@ -179,25 +180,25 @@ class Target:
 
 
 def inputs_hash(base: Base = "python") -> str:
-    """Return the hash of everything that decides what the image is, as far as it is ours."""
+    """The hash of everything that decides what the image is, as far as it is ours."""
     source = base_hash() if base == "debian" else BASES.get(base, base)
     files = (*recipe.package_files(), *recipe.startup_files())
     return recipe.fingerprint(files, "image", base, source)
 
 
 def base_hash() -> str:
-    """Return the hash of the recipe of the Debian base."""
+    """The hash of the recipe of the Debian base."""
     facts = (SUITE, *DEBIAN_PACKAGES, *LEFT_OUT, *IMPORT_CHANGES, "security updates", "no setuid")
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
 
 def reference(base: Base = "python") -> str:
-    """Return the name under which the image of the current inputs is kept."""
+    """The name under which the image of the current inputs is kept."""
     return f"{REPOSITORY}:{inputs_hash(base)[:12]}"
 
 
 def plan(base: Base, *, have_base: bool) -> tuple[str, ...]:
-    """Return the titles of the steps that a build takes."""
+    """The titles of the steps that a build takes."""
     source: tuple[str, ...] = ("pull",)
     if have_base:
         source = ()
@@ -207,7 +208,7 @@ def plan(base: Base, *, have_base: bool) -> tuple[str, ...]:
 
 
 def requirements_for(target: Target, text: str) -> dict[str, str]:
-    """Return which lines of locked requirements hold for a target: canonical name to block.
+    """Which lines of locked requirements hold for a target: canonical name to block.
 
     pip evaluates markers against the Python that runs it, also where it downloads for another.
 
@@ -231,7 +232,7 @@ def requirements_for(target: Target, text: str) -> dict[str, str]:
 
 
 def locked_wheels(chosen: Mapping[str, str], directory: Path) -> tuple[list[Path], set[str]]:
-    """Return the wheels in `directory` that are locked, and the names that have none."""
+    """The wheels in `directory` that are locked, and the names that have none."""
     found: dict[str, Path] = {}
     for path in sorted(directory.glob("*.whl")):
         name, version, *_ = parse_wheel_filename(path.name)
@@ -248,14 +249,7 @@ def _translated(purpose: str) -> Iterator[None]:
     except (docker.errors.BuildError, docker.errors.APIError) as error:
         raise ImageBuildError(f"could not {purpose}: {error}") from error
     except (docker.errors.DockerException, requests.exceptions.RequestException) as error:
-        raise _unreachable(error) from error
-
-
-def _unreachable(reason: object) -> EngineUnreachable:
-    return EngineUnreachable(
-        f"no Docker Engine answers ({reason}). Start it, or allow this user to open its socket, "
-        "or choose another with DOCKER_HOST"
-    )
+        raise unreachable(error) from error
 
 
 def _knock(host: str) -> None:
@@ -266,7 +260,7 @@ def _knock(host: str) -> None:
             try:
                 knock.connect(f"/{path.lstrip('/')}")
             except OSError as error:
-                raise _unreachable(f"{host}: {error.strerror}") from error
+                raise unreachable(f"{host}: {error.strerror}") from error
 
 
 class _Engine:
@@ -332,7 +326,7 @@ class _Engine:
         await self.call(purpose, pump)
 
     async def inspect(self, name: str) -> dict[str, Any] | None:
-        """Return the engine's facts on an image, or None."""
+        """The engine's facts on an image, or None."""
 
         def inspect() -> dict[str, Any] | None:
             try:
@@ -353,7 +347,7 @@ def _describe(entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 async def find(*, docker_host: str | None = None) -> ImageReport | None:
-    """Return the image of the current inputs on any of our bases, or the latest that was built.
+    """The image of the current inputs on any of our bases, or the latest that was built.
 
     Raises:
         EngineUnreachable: no engine answers.
@@ -372,19 +366,15 @@ async def build(
     base: Base = "python",
     docker_host: str | None = None,
     progress: Progress = recipe.silent,
-    mirror: str = MIRROR,
-    security_mirror: str = SECURITY_MIRROR,
     refresh: bool = False,
 ) -> ImageReport:
-    """Return the image of the current inputs, built if the engine does not have it.
+    """The image of the current inputs, built if the engine does not have it.
 
     Args:
         base: `python` for the official image, `debian` for a base made here without a registry, or
             any image reference whose python3 is 3.11 to 3.13 with venv.
         docker_host: address of the engine; None is DOCKER_HOST or the default socket.
         progress: called in this task with each step and each new detail.
-        mirror: where debootstrap takes Debian from.
-        security_mirror: where its security updates come from.
         refresh: build even if it is there, on a base made or pulled anew.
 
     Raises:
@@ -406,7 +396,7 @@ async def build(
             have_base = not refresh and await engine.inspect(source) is not None
             steps = Steps(plan(base, have_base=have_base), progress)
             if not have_base and base == "debian":
-                await _make_debian(engine, source, steps, mirror, security_mirror)
+                await _make_debian(engine, source, steps)
             elif not have_base:
                 await _pull(engine, source, steps)
             await _make_image(engine, name, source, base, inputs, steps)
@@ -430,9 +420,7 @@ async def _pull(engine: _Engine, source: str, steps: Steps) -> None:
     )
 
 
-async def _make_debian(
-    engine: _Engine, name: str, steps: Steps, mirror: str, security_mirror: str
-) -> None:
+async def _make_debian(engine: _Engine, name: str, steps: Steps) -> None:
     if os.geteuid() != 0:
         raise ImageBuildError("making the Debian base takes root, as debootstrap does")
     if await to_thread.run_sync(partial(shutil.which, "debootstrap", path=_system_path())) is None:
@@ -448,7 +436,7 @@ async def _make_debian(
         steps.next("debootstrap")
         await recipe.run(
             [*apart, "debootstrap", "--variant=minbase", f"--include={','.join(DEBIAN_PACKAGES)}",
-             SUITE, root, mirror],
+             SUITE, root, MIRROR],
             purpose=f"make Debian {SUITE} with debootstrap",
             environment=environment,
             detail=steps.detail,
@@ -456,7 +444,7 @@ async def _make_debian(
 
         steps.next("security updates")
         await anyio.Path(root, "etc/apt/sources.list").write_text(
-            f"deb {mirror} {SUITE} main\ndeb {security_mirror} {SUITE}-security main\n",
+            f"deb {MIRROR} {SUITE} main\ndeb {SECURITY_MIRROR} {SUITE}-security main\n",
             encoding="utf-8",
         )
         script = "apt-get -q update && apt-get -q -y upgrade && apt-get clean"
@@ -515,7 +503,7 @@ async def _probe(engine: _Engine, source: str) -> Target:
 
 
 async def _fetch_wheels(target: Target, steps: Steps) -> tuple[list[Path], Path]:
-    """Return wheels for the target: the locked ones, and the start-up package's."""
+    """Wheels for the target: the locked ones, and the start-up package's."""
     requirements = anyio.Path(recipe.IMAGES, "python", "requirements.txt")
     chosen = requirements_for(target, await requirements.read_text(encoding="utf-8"))
     directory = recipe.cache_directory() / "wheels" / target.tag

@@ -35,7 +35,7 @@ def parse(lines: Sequence[str]) -> dict[str, str]:
 
 
 def translate(pip: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to add for uv; what is already set for uv is left alone."""
+    """The variables to add for uv; what is already set for uv is left alone."""
     added = dict([UV_DOWNLOADS])
     if "index-url" in pip and not {"UV_INDEX_URL", "UV_DEFAULT_INDEX"} & environment.keys():
         added["UV_DEFAULT_INDEX"] = pip["index-url"]

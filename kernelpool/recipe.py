@@ -86,14 +86,14 @@ class Steps:
 
 
 def package_files() -> Iterator[tuple[str, Path]]:
-    """Yield name and path of each file that decides which packages are installed and how."""
+    """Name and path of each file that decides which packages are installed and how."""
     root = IMAGES / "python"
     for name in ("Dockerfile", "requirements.txt", "fonts.py", "inventory.py"):
         yield name, root / name
 
 
 def startup_files() -> Iterator[tuple[str, Path]]:
-    """Yield name and path of each file of the start-up package, in a fixed order."""
+    """Name and path of each file of the start-up package, in a fixed order."""
     root = IMAGES / "python"
     for path in sorted((root / "startup").rglob("*")):
         relative = path.relative_to(root)
@@ -129,13 +129,13 @@ def copy_startup(destination: Path) -> None:
 
 
 def cache_directory() -> Path:
-    """Return where downloads are kept between builds."""
+    """Where downloads are kept between builds."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "kernelpool"
 
 
 def find_uv() -> str:
-    """Return uv's program: the one installed with us, one on PATH, or a checkout's own.
+    """The program `uv`: the one installed with us, one on PATH, or a checkout's own.
 
     Raises:
         ImageBuildError: there is none.
@@ -149,7 +149,7 @@ def find_uv() -> str:
 
 
 async def installer_environment() -> dict[str, str]:
-    """Return the environment for pip and uv: ours, with pip's settings repeated for uv.
+    """The environment for pip and uv: ours, with pip's settings repeated for uv.
 
     A constraints file is meant for the user's own installs; here every version is locked by hash.
     """
@@ -252,5 +252,5 @@ async def exclusive(path: Path) -> AsyncIterator[None]:
 
 
 def machine() -> str:
-    """Return what compiled packages depend on besides Python: processor and C library."""
+    """What compiled packages depend on besides Python: processor and C library."""
     return f"{platform.machine()} {' '.join(platform.libc_ver())}"
