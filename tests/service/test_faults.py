@@ -280,3 +280,24 @@ async def test_a_call_that_finds_its_container_ended_goes_on_in_a_new_one_when_a
         assert (execution["result"], execution["state_reset"]) == ("('up', 'f', False)", True)
         assert execution["container_id"] != container.rpartition("/")[2]
         assert (await retrieved(service, container))["status"] == "expired"
+
+
+async def test_the_process_limit_is_told(service: Service, container: str) -> None:
+    code = (
+        "import threading\nstop = threading.Event()\n"
+        "try:\n    for _ in range(2000): threading.Thread(target=stop.wait).start()\n"
+        "except RuntimeError as error: print(error)\nstop.set()"
+    )
+    execution = await service.run(container, code)
+    assert execution["status"] == "completed"
+    assert "can't start new thread" in execution["stdout"]
+    assert "process_limit" in str(execution["outputs"])
+
+
+async def test_a_time_limit_shows_the_users_code_and_none_of_ours(
+    service: Service, container: str
+) -> None:
+    execution = await service.run(container, "while True: pass", timeout_seconds=1)
+    assert execution["error"]["name"] == "KeyboardInterrupt"
+    assert "while True: pass" in execution["error"]["traceback"]
+    assert "kernelpool" not in execution["error"]["traceback"]

@@ -164,7 +164,6 @@ class Kernel(IPythonKernel):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        __tracebackhide__ = True
         if self._interruptible:
             raise KeyboardInterrupt
         self._interrupt_pending = True
@@ -203,28 +202,23 @@ class Kernel(IPythonKernel):
 
     def raw_input(self, prompt: Any = "") -> str:
         """Ask the client for a line: `input()`."""
-        __tracebackhide__ = True
         self._refuse_input("input()")
         return self._question(str(prompt))
 
     def getpass(self, prompt: Any = "", stream: Any = None, *, echo_char: Any = None) -> str:
         """Ask the client for a secret: `getpass.getpass()`."""
-        __tracebackhide__ = True
         self._refuse_input("getpass()")
         return self._question(str(prompt), password=True)
 
     def _ask(self, what: str) -> str:
-        __tracebackhide__ = True
         self._refuse_input(what)
         return self._question("")
 
     def _refuse_input(self, what: str) -> None:
-        __tracebackhide__ = True
         if not self._allow_stdin or os.getpid() != self._pid:
             raise standard_input.refusal(what)
 
     def _question(self, prompt: str, *, password: bool = False) -> str:
-        __tracebackhide__ = True
         ident = self._get_shell_context_var(self._shell_parent_ident)
         answer: str = self._input_request(prompt, ident, self.get_parent("shell"), password)
         return answer

@@ -8,6 +8,8 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from ipykernel.compiler import XCachingCompiler
@@ -17,6 +19,10 @@ from IPython.core.compilerop import CachingCompiler
 
 _RUNNER = ZMQInteractiveShell.run_code.__code__.co_filename
 """The module whose frames stand below a cell's in a traceback."""
+
+
+_OURS = f"{Path(__file__).parent}/"
+"""Where the frames come from that a reader of a traceback has no use for."""
 
 
 class CellCompiler(XCachingCompiler):
@@ -66,6 +72,10 @@ class Shell(ZMQInteractiveShell):
         text = "".join(traceback.format_exception(etype, value, tb))
         self._showtraceback(etype, value, text.splitlines())
 
+    def _get_exc_info(self, exc_tuple: Any = None) -> tuple[Any, Any, Any]:
+        etype, value, tb = super()._get_exc_info(exc_tuple)
+        return etype, value, _without_our_frames(tb)
+
     @contextmanager
     def _tee(self, channel: str) -> Iterator[None]:
         """Keep no second copy of all output in memory."""
@@ -99,3 +109,15 @@ def describe(error: Any) -> str:
         return str(error)
     except BaseException:
         return f"<{type(error).__name__} without a printable message>"
+
+
+def _without_our_frames(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this package: an interrupt is raised by one of them."""
+    kept = []
+    while tb is not None:
+        kept.append(tb)
+        tb = tb.tb_next
+    theirs = [each for each in kept if not each.tb_frame.f_code.co_filename.startswith(_OURS)]
+    for each, following in zip(theirs, [*theirs[1:], None], strict=True):
+        each.tb_next = following
+    return (theirs or kept or [None])[0]
