@@ -46,7 +46,7 @@ Read the ratios; absolute times are those of the machine at that hour.
 |---|---|
 | warm `1+1`, p50 | request sent, answer parsed; the median of 80 calls is one repetition |
 | create to first result, warm pool | container asked for, `1+1` answered; beside our own warm one |
-| engine calls and mounts on that path | counted at the engine's socket and in the mount table |
+| engine calls and mounts on that path | at the engine's socket (Docker) and in the mount table |
 | create to first result, cold | the same without a pool; by hand: create, start, first reply |
 | 20 sessions x 20 cells at once | all cells answered; 20 plain clients in one process do the same |
 | 100,000 printed lines | `print` in a loop, streamed; stream and record are checked |
