@@ -492,11 +492,11 @@ class EventThread(threading.Thread):
         }
         while not self._stopping.is_set():
             try:
-                client = _client(self._address)
-                self._stream = client.events(decode=True, filters=filters)
-                self._call(self._reconnected)
-                for event in self._stream:
-                    self._call(self._take, event)
+                with contextlib.closing(_client(self._address)) as client:
+                    self._stream = client.events(decode=True, filters=filters)
+                    self._call(self._reconnected)
+                    for event in self._stream:
+                        self._call(self._take, event)
             except (docker.errors.DockerException, requests.exceptions.RequestException, OSError):
                 log.debug("the engine's event stream broke")
             self._stopping.wait(self.RETRY_SECONDS)
