@@ -1,7 +1,7 @@
-"""Dispatcher: the one door to kernels. Above: routes/, agent/. Below: owner.py, maybe a hop away.
+"""Dispatcher: the one door to kernels. Above: routes/, reaper.py, run_file.py. Below: owner.py.
 
-The Owner of this process is one; a client that speaks to the worker which owns the session will be
-another. What only reads records goes to the store instead.
+The Owner is one; testing.py has another, without kernels. What only reads records goes to the store
+instead.
 
 Every call takes a session the caller may touch: `auth.py` has checked that before. Every call may
 raise `SessionNotFound`, `SessionExpired` and `Unavailable` (orchestrator/errors.py); after any of
