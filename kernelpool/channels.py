@@ -158,7 +158,7 @@ class Channels:
             reply finds us after a restart of the worker.
         jupyter_session: Session id in the headers of our requests.
         take: Called on the loop with each valid message.
-        broken: Called once when the kernel closes the connection.
+        broken: Called once with the reason when the connection ends from the other side.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Channels:
         identity: bytes,
         jupyter_session: str,
         take: Callable[[Channel, Message], None],
-        broken: Callable[[], None],
+        broken: Callable[[str], None],
     ) -> None:
         self.wire = Wire(info.key.encode(), jupyter_session)
         self._info = info
@@ -257,8 +257,8 @@ class Channels:
     def _disconnected(self, reason: str) -> None:
         log.debug("connection ended", reason=reason)
         broken, self._broken = self._broken, _nothing
-        broken()
+        broken(reason)
 
 
-def _nothing() -> None:
+def _nothing(_: str) -> None:
     """Take the place of a callback that has been called."""

@@ -177,6 +177,10 @@ class Container:
         """What the container's cgroup says now."""
         return self._cgroup.sample() if self._cgroup else Sample()
 
+    def spent(self) -> Sample:
+        """What each execution's begin and end need of `sample`."""
+        return self._cgroup.spent() if self._cgroup else Sample()
+
     def reset_peak(self) -> None:
         """Let the memory peak count from now."""
         if self._cgroup:

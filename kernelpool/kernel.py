@@ -461,7 +461,7 @@ class Kernel:
         assert self._channels is not None
         process = self.process
         assert process is not None
-        before = process.sample()
+        before = process.spent()
         process.reset_peak()
         message_id = self._channels.send(
             "shell",
@@ -508,7 +508,7 @@ class Kernel:
                     await run.wake.wait()
         if killing is not None:
             await self._call_off(killing)
-        after = self.sample()
+        after = self.process.spent() if self.process is not None else Sample()
         for notice in run.notices(self.seat.profile.limits, after):
             run.push([notice])
         while (event := run.take()) is not None:
@@ -588,17 +588,19 @@ class Kernel:
         if self._run is not None:
             self._run.out_of_memory = True
 
-    def _channels_broken(self) -> None:
+    def _channels_broken(self, reason: str) -> None:
         process = self.process
         if process is not None and process.exit is None:
-            self._spawn(self._kill_unless_it_exits(process))
+            self._spawn(self._kill_unless_it_exits(process, reason))
 
-    async def _kill_unless_it_exits(self, process: Process) -> None:
+    async def _kill_unless_it_exits(self, process: Process, reason: str) -> None:
         try:
             async with asyncio.timeout(BROKEN_PATIENCE):
                 await process.wait()
         except TimeoutError:
-            log.info("kernel killed: it closed its connection", kernel_id=self.kernel_id)
+            log.info("kernel killed", kernel_id=self.kernel_id, reason=reason)
+            if self._run is not None and self._run.ending is None:
+                self._run.failure = outcome.cut_off(reason)
             await process.kill()
 
     async def _watch(self, provisioner: SandboxProvisioner, process: Process) -> None:

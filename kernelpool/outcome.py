@@ -88,6 +88,14 @@ def death(ended: Exit) -> Failure:
     )
 
 
+def cut_off(reason: str) -> Failure:
+    """The kernel was ended because its connection had."""
+    return Failure(
+        FailureCode.KERNEL_DIED,
+        f"The kernel was ended, because {reason}. Variables are gone, files are kept.",
+    )
+
+
 NEVER_SENT: Final = Failure(
     FailureCode.WORKER_LOST,
     "The worker ended before it had handed the code to the kernel; the code did not run.",

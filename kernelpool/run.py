@@ -107,7 +107,7 @@ class Run:
             end = KernelEnd.TIME_LIMIT if timed_out else KernelEnd.RESTARTED
             return Done(self.ending, usage, count, failure, end if killed else None)
         assert self.exit is not None
-        failure = outcome.death(self.exit)
+        failure = self.failure or outcome.death(self.exit)
         if self.exit.out_of_memory:
             failure = outcome.memory_failure(limits.memory_bytes, usage.memory_peak_bytes)
         return Done("failed", usage, count, failure, outcome.kernel_end(self.exit))

@@ -146,6 +146,10 @@ class Process(Protocol):
         """Resource use now. Cheap (a few small file reads), never raises."""
         ...
 
+    def spent(self) -> Sample:
+        """`cpu_seconds`, `memory_peak_bytes` and `process_limit_hits` alone, cheap."""
+        ...
+
     def reset_peak(self) -> None:
         """Let `memory_peak_bytes` count from now, where the host can."""
         ...

@@ -143,6 +143,10 @@ class Sandbox:
             return self._group.sample()
         return Sample() if self.exit else _sample_tree(keeper.process_tree(self._init))
 
+    def spent(self) -> Sample:
+        """What each execution's begin and end need of `sample`."""
+        return self._group.spent() if self._group is not None else self.sample()
+
     def reset_peak(self) -> None:
         """Let the memory peak count from now."""
         if self._group is not None:

@@ -33,7 +33,7 @@ QUEUE_LIMIT_BYTES: Final = 32 * 1024 * 1024
 BATCH_BYTES: Final = 256 * 1024
 """Bytes per pipeline, so that other callers' commands get in between."""
 
-LINGER: Final = 0.002
+LINGER: Final = 0.02
 """Seconds that an append waits for company: a short cell's events then go in one pipeline."""
 
 RETRY_PAUSE: Final = 0.25

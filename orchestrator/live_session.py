@@ -366,7 +366,9 @@ class LiveSession:
                         self._feed(job, event)
                     elif isinstance(event, DisplayData | ExecuteResult | UpdateDisplay):
                         outputs += 1
-                        kept, trouble = await self.files.keep(event, f"{count or 0}-{outputs}")
+                        kept, trouble = await self.files.keep(
+                            event, self._output_number(count, outputs)
+                        )
                         self._feed(job, kept)
                         if trouble is not None:
                             self._feed(job, Notice(FailureCode.ARTIFACT_STORE.value, trouble))
@@ -385,6 +387,11 @@ class LiveSession:
         self._pool.executed()
         await self._note_full_disk(job)
         return done
+
+    def _output_number(self, count: int | None, place: int) -> str:
+        """Begins an output's file name. A new kernel counts from 1 again; its number tells."""
+        generation = self._kernel.generation
+        return f"{count or 0}-{place}" if generation <= 1 else f"{generation}.{count or 0}-{place}"
 
     def _begin(self, job: Job) -> AsyncGenerator[Event]:
         order = job.order

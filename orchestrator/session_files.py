@@ -46,6 +46,13 @@ FILES_TOLD: Final = 1_000
 ARTIFACT_BYTES: Final = 512 * 1024 * 1024
 """Largest file that is kept beyond its session. Source: the hosted API's limit for a file."""
 
+OUTPUT_BYTES: Final = 1024 * 1024 * 1024
+"""Heavy parts of outputs kept for one session: code that shows pictures for ever must not fill the
+artifact store. As much as a workspace holds."""
+
+OUTPUT_FILES: Final = 10_000
+"""The same as a number of files: each takes a record in Redis."""
+
 Shown = DisplayData | ExecuteResult | UpdateDisplay
 
 
@@ -62,7 +69,14 @@ class SessionFiles:
         self._snapshot: Snapshot | None = None
         self._uploaded: set[str] = set()
         self._to_store: dict[str, SessionFile] = {}
+        self._stored: dict[str, str] = {}
+        """Artifact keys of files of the workspace by path, to be deleted with them."""
+        self._to_drop: list[str] = []
         self._storing: asyncio.Task[None] | None = None
+        self._output_bytes = 0
+        self._output_files = 0
+        self._full_told = False
+        """Whether the execution under way was told that no more outputs are kept."""
 
     async def put(self, name: str, chunks: AsyncIterator[bytes], *, max_bytes: int) -> SessionFile:
         """Write an upload to the workspace and record it.
@@ -98,10 +112,16 @@ class SessionFiles:
     async def read(self, file_id: str) -> AsyncIterator[FileContent]:
         """Open a file: as it is in the workspace, else as it was stored.
 
+        An output is what the code showed then, whatever became of its copy in the workspace.
+
         Raises:
             FileNotFound: unknown, or gone.
         """
         file = await self._store.get_file(self._session_id, file_id)
+        if file.artifact is not None and file.path.startswith(f"{OUTPUTS}/"):
+            async with stored_content(file, self._artifacts) as content:
+                yield content
+            return
         try:
             opened = await self._workspace.open(file.path)
         except FileMissing:
@@ -118,7 +138,9 @@ class SessionFiles:
             FileNotFound: unknown.
         """
         file = await self._store.remove_file(self._session_id, file_id)
-        self._to_store.pop(file.path, None)
+        if file.artifact is not None:
+            self._stored[file.path] = file.artifact
+        self._drop_later(file.path)
         try:
             await self._workspace.remove(file.path)
         except FileMissing:
@@ -127,6 +149,7 @@ class SessionFiles:
 
     async def look(self) -> None:
         """Take the workspace as it is now for what code has not changed."""
+        self._full_told = False
         if self._snapshot is None or self._uploaded:
             self._uploaded.clear()
             self._snapshot = await self._workspace.scan(exclude=(OUTPUTS,))
@@ -163,6 +186,8 @@ class SessionFiles:
         )
         for file in files:
             self._store_later(file)
+        for path in removed:
+            self._drop_later(path)
         if (count := len(files) + len(removed)) > FILES_TOLD:
             trouble = trouble or f"{count:,} files changed; {FILES_TOLD:,} are told here, the list "
             "of the container's files has all."
@@ -177,7 +202,7 @@ class SessionFiles:
 
         Args:
             event: The output.
-            number: Begins the files' names, such as `3-1`.
+            number: Begins the files' names, such as `3-1`; never the same twice.
 
         Returns:
             The output to go on with, and a sentence when something could not be kept.
@@ -188,6 +213,15 @@ class SessionFiles:
         data = dict(event.data)
         trouble = None
         for place, part in enumerate(parts):
+            if not self._has_room(len(part.content)):
+                del data[part.mime]
+                if not self._full_told:
+                    self._full_told = True
+                    trouble = (
+                        f"Pictures and other large outputs are left out: a container keeps "
+                        f"{OUTPUT_FILES:,} of them and {OUTPUT_BYTES:,} bytes."
+                    )
+                continue
             suffix = f"-{place}" if place else ""
             path = f"{OUTPUTS}/{number}{suffix}{part.extension}"
             key = f"sessions/{self._session_id}/outputs/{number}{suffix}{part.extension}"
@@ -207,6 +241,13 @@ class SessionFiles:
             )
             data[part.mime] = {"file_id": file.id, "bytes": file.bytes}
         return replace(event, data=data), trouble
+
+    def _has_room(self, size: int) -> bool:
+        if self._output_files >= OUTPUT_FILES or self._output_bytes + size > OUTPUT_BYTES:
+            return False
+        self._output_files += 1
+        self._output_bytes += size
+        return True
 
     async def settle(self) -> None:
         """Wait until everything that is to outlive the session is stored."""
@@ -235,11 +276,24 @@ class SessionFiles:
 
     def _store_later(self, file: SessionFile) -> None:
         self._to_store[file.path] = file
+        self._go_on_storing()
+
+    def _drop_later(self, path: str) -> None:
+        """The file is gone: nobody can ask for its bytes any more."""
+        self._to_store.pop(path, None)
+        if (key := self._stored.pop(path, None)) is not None:
+            self._to_drop.append(key)
+            self._go_on_storing()
+
+    def _go_on_storing(self) -> None:
         if self._storing is None or self._storing.done():
             self._storing = asyncio.create_task(self._store_all())
 
     async def _store_all(self) -> None:
-        while self._to_store:
+        while self._to_store or self._to_drop:
+            await self._drop_all()
+            if not self._to_store:
+                continue
             path, file = self._to_store.popitem()
             try:
                 async with await self._workspace.open(path) as opened:
@@ -250,10 +304,22 @@ class SessionFiles:
             except (ArtifactStoreError, ServiceError, OSError) as error:
                 log.warning("file not stored", session_id=self._session_id, error=str(error))
 
+    async def _drop_all(self) -> None:
+        dropped, self._to_drop = self._to_drop, []
+        try:
+            await self._artifacts.delete(dropped)
+        except ArtifactStoreError as error:
+            log.warning("bytes not deleted", session_id=self._session_id, error=str(error))
+
     async def _store_file(self, file: SessionFile, opened: OpenFile) -> None:
         key = f"sessions/{self._session_id}/files/{file.id}"
         await self._artifacts.put(key, opened.chunks())
-        await self._store.set_artifact(self._session_id, file.id, key)
+        try:
+            await self._store.set_artifact(self._session_id, file.id, key)
+        except FileNotFound:
+            self._to_drop.append(key)
+        else:
+            self._stored[file.path] = key
 
 
 @asynccontextmanager
