@@ -313,14 +313,7 @@ class Kernel:
             await self.request(
                 "shell",
                 "execute_request",
-                {
-                    "code": code,
-                    "silent": True,
-                    "store_history": False,
-                    "user_expressions": {},
-                    "allow_stdin": False,
-                    "stop_on_error": False,
-                },
+                _execute_content(code, silent=True, stdin=False),
             )
 
     def sample(self) -> Sample:
@@ -399,9 +392,11 @@ class Kernel:
         assert self._channels is not None
         wire = self._channels.wire
         seen: set[str] = set()
-        async for entry in Journal(self.seat.slot.run).records():
+        journal = Journal(self.seat.slot.run)
+        async for entry in journal.records():
             if entry.channel == "truncated":
-                run.push([outcome.JOURNAL_CUT])
+                # At the start of the journal it speaks of earlier executions.
+                run.push([outcome.JOURNAL_CUT] if seen else [])
                 continue
             try:
                 message = wire.decode_signed(entry.frames)
@@ -410,14 +405,22 @@ class Kernel:
             if parent_id(message) == run.message_id:
                 seen.add(message_id(message))
                 run.push(run.execution.feed(entry.channel, message))
+        if journal.garbage:
+            run.push([outcome.JOURNAL_CUT])
         held, run.held = run.held or [], None
         for channel, live in held:
             if message_id(live) not in seen:
                 run.push(run.execution.feed(channel, live))
-        if not seen and not run.heard:
-            # Requests are answered in order: once this one is, the other was never there.
-            await self.request("shell", "kernel_info_request", {})
-        return bool(seen) or run.heard
+        if seen or run.heard:
+            return True
+        # Requests are answered in order: once this one is, the other was never there. While none
+        # comes, the kernel is busy, and with nothing else: code can empty the journal.
+        try:
+            async with asyncio.timeout(MISSING_PATIENCE):
+                await self.request("shell", "kernel_info_request", {})
+        except TimeoutError:
+            return True
+        return run.heard
 
     async def _kill(self, reason: KernelEnd) -> None:
         if self._run is not None:
@@ -466,14 +469,7 @@ class Kernel:
         message_id = self._channels.send(
             "shell",
             "execute_request",
-            {
-                "code": code,
-                "silent": False,
-                "store_history": True,
-                "user_expressions": {},
-                "allow_stdin": stdin,
-                "stop_on_error": False,
-            },
+            _execute_content(code, silent=False, stdin=stdin),
             message_id=request_id,
             metadata={"kernelpool": {"reset": True}} if reset else None,
         )
@@ -574,8 +570,7 @@ class Kernel:
             if not reply.done():
                 reply.set_result(message)
         elif channel == "iopub" and self.on_late is not None:
-            content = message.get("content")
-            output = output_event(message_type(message), content if content else {})
+            output = output_event(message_type(message), message.get("content"))
             if output is not None:
                 self.on_late(parent, output)
 
@@ -625,3 +620,14 @@ class Kernel:
             await asyncio.sleep(SETTLE_QUIET)
             if run.last_message_at == seen and run.backlog < BACKLOG_CHARACTERS:
                 return
+
+
+def _execute_content(code: str, *, silent: bool, stdin: bool) -> dict[str, Any]:
+    return {
+        "code": code,
+        "silent": silent,
+        "store_history": not silent,
+        "user_expressions": {},
+        "allow_stdin": stdin,
+        "stop_on_error": False,
+    }
