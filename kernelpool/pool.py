@@ -186,11 +186,11 @@ class Pool:
             raise
         return lease
 
-    def leases(self) -> list[str]:
+    def sessions(self) -> list[str]:
         """The sessions that hold a slot."""
         return list(self._leased)
 
-    def leased(self, session_id: str) -> Lease | None:
+    def lease_of(self, session_id: str) -> Lease | None:
         """The lease of a session, None when it has none here."""
         return self._leased.get(session_id)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final
@@ -118,7 +118,7 @@ class Job:
                 self._waiting = None
         self._more.set()
 
-    async def follow(self, event_log: EventLog) -> AsyncIterator[ExecutionEvent]:
+    async def follow(self, event_log: EventLog) -> AsyncGenerator[ExecutionEvent]:
         """Every event from the first to the last, for one follower.
 
         One who falls far behind, or follows a background run, reads on in the log.
@@ -134,10 +134,12 @@ class Job:
             if self._waiting is not None:
                 self._more.clear()
                 await self._more.wait()
-        async for event in event_log.follow(
+        rest = event_log.follow(
             self.id, after=number - 1, session_id=self.transcript.execution.session_id
-        ):
-            yield event
+        )
+        async with aclosing(rest):
+            async for event in rest:
+                yield event
 
     async def end(self) -> Execution:
         """The final record, once there is one."""

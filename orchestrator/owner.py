@@ -1,6 +1,6 @@
 """Owner: the sessions of one host. The only writer of execution records and event logs.
 
-Above: routes/, in this process or through a worker a hop away; reaper.py. Below: live_session.py,
+Above: routes/, reaper.py. Below: live_session.py,
 kernelpool's pool, the store. Implements `Dispatcher`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final
@@ -116,11 +116,11 @@ class Owner:
         running = {
             session.id: session for session in await self._store.sessions_of(self._worker_id)
         }
-        for session_id in self._pool.leases():
+        for session_id in self._pool.sessions():
             if session_id not in running:
                 self._pool.release(session_id)
         for session in running.values():
-            lease = self._pool.leased(session.id)
+            lease = self._pool.lease_of(session.id)
             if lease is not None:
                 await self._take_up(self._make_live(session, lease))
                 continue
@@ -243,10 +243,13 @@ class Owner:
         live = await self._find(session_id)
         job = await live.submit(order)
         if isinstance(job, Execution):
-            yield self._store.event_log.follow(job.id, session_id=session_id)
+            earlier = self._store.event_log.follow(job.id, session_id=session_id)
+            async with aclosing(earlier) as events:
+                yield events
             return
         try:
-            yield job.follow(self._store.event_log)
+            async with aclosing(job.follow(self._store.event_log)) as events:
+                yield events
         finally:
             if not order.background:
                 live.abandon(job)
