@@ -272,6 +272,8 @@ class Owner:
         try:
             await live.restart()
         except KernelPoolError as error:
+            # Where the session has ended meanwhile, that is the answer.
+            await self._find(session_id)
             raise Unavailable(f"The kernel did not start: {error}") from error
         return await self._store.get_session(session_id, None)
 
