@@ -295,18 +295,19 @@ class Owner:
     async def read_file(self, session_id: str, file_id: str) -> AsyncIterator[FileContent]:
         """Open a file, from the workspace while there is one; see `Dispatcher`."""
         live = self._live.get(session_id)
-        if live is not None:
-            async with live.files.read(file_id) as content:
-                yield content
-            return
-        file = await self._store.get_file(session_id, file_id)
-        if not file.outlives_session:
-            raise SessionExpired
         try:
+            if live is not None:
+                async with live.files.read(file_id) as content:
+                    yield content
+                return
+            file = await self._store.get_file(session_id, file_id)
+            if not file.outlives_session:
+                raise SessionExpired
             async with stored_content(file, self._artifacts) as content:
                 yield content
         except ArtifactStoreError as error:
-            raise Unavailable(f"The artifact store does not answer: {error}") from error
+            log.warning("file not read", session_id=session_id, error=str(error))
+            raise Unavailable("The artifact store does not answer.") from error
 
     async def delete_file(self, session_id: str, file_id: str) -> None:
         """Remove a file; see `Dispatcher`."""

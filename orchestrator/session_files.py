@@ -229,7 +229,8 @@ class SessionFiles:
                 await self._artifacts.put(key, part.content)
                 stored: str | None = key
             except ArtifactStoreError as error:
-                stored, trouble = None, f"The artifact store did not take {path}: {error}"
+                log.warning("output not stored", session_id=self._session_id, error=str(error))
+                stored, trouble = None, f"The artifact store did not take {path}."
             try:
                 await self._workspace.copy_in(path, part.content)
             except WorkspaceError as error:

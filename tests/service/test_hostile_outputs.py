@@ -125,3 +125,19 @@ async def test_code_that_empties_its_journal_is_still_stopped_by_a_later_server(
             record = await service.finished(container, execution["id"])
             assert (record["status"], record["failure"]["code"]) == ("timed_out", "timeout")
             assert (await service.run(container, "1 + 1"))["result"] == "2"
+
+
+async def test_a_failing_artifact_store_is_named_without_its_whereabouts(
+    state: Path, settings: dict[str, str]
+) -> None:
+    artifacts = state / "kept"
+    async with running(state, artifacts_url=str(artifacts), **settings) as service:
+        container = await service.container()
+        session_id = container.rpartition("/")[2]
+        (artifacts / "sessions" / session_id).mkdir(parents=True)
+        (artifacts / "sessions" / session_id / "outputs").touch()
+        execution = await service.run(container, showing(b"shown"))
+        assert execution["status"] == "completed"
+        assert "The artifact store did not take outputs/1-1.png." in str(execution["outputs"])
+        assert str(state) not in str(execution)
+        assert await content(service, container, reference(execution)) == b"shown"
