@@ -43,6 +43,7 @@ from kernelpool.kernel import Kernel
 from kernelpool.pool import Lease, Pool
 from kernelpool.profile import MEMORY_TIERS, Limits, Profile
 from kernelpool.slot import Slot, SlotStore
+from kernelpool.tasks import Tasks
 from kernelpool.workspace import (
     OpenFile,
     Snapshot,
@@ -90,6 +91,7 @@ __all__ = [
     "Snapshot",
     "Started",
     "Stream",
+    "Tasks",
     "UpdateDisplay",
     "Usage",
     "Workspace",

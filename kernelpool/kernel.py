@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from signal import SIGCONT, SIGINT
 from typing import Any, Final, Literal
 
@@ -44,6 +44,7 @@ from kernelpool.lifecycle import Cause, State, step
 from kernelpool.provisioner import SandboxProvisioner, Seat, make_provisioner
 from kernelpool.run import Run
 from kernelpool.runtime import Process, Sample
+from kernelpool.tasks import Tasks
 from kernelpool.wire import WireError
 
 log = structlog.get_logger(__name__)
@@ -117,7 +118,7 @@ class Kernel:
         self._turn = asyncio.Lock()
         self._waiting: dict[str, asyncio.Future[Message]] = {}
         self._heard = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("kernel", kernel_id=kernel_id)
         self._input_header: dict[str, Any] | None = None
         self._holding = False
         self._journaled_bytes = 0
@@ -189,8 +190,7 @@ class Kernel:
         await self._kill(KernelEnd.RESTARTED)
         async with self._turn:
             await self._kill(KernelEnd.RESTARTED)
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        await self._tasks.wait()
 
     async def execute(
         self,
@@ -377,7 +377,7 @@ class Kernel:
         assert process is not None
         self._provisioner = provisioner
         process.on_out_of_memory = self._out_of_memory
-        self._spawn(self._watch(provisioner, process))
+        self._tasks.spawn(self._watch(provisioner, process))
         self._channels = channels = Channels(
             provisioner.info,
             identity=self.kernel_id.encode(),
@@ -429,18 +429,7 @@ class Kernel:
             self.end = reason
             await self.process.kill()
         while self.process is not None:
-            await asyncio.wait(set(self._tasks), return_when=asyncio.FIRST_COMPLETED)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("kernel task failed", kernel_id=self.kernel_id, error=repr(error))
+            await self._tasks.wait_for_one()
 
     def _disconnect(self) -> None:
         self._input_header = None
@@ -586,7 +575,7 @@ class Kernel:
     def _channels_broken(self, reason: str) -> None:
         process = self.process
         if process is not None and process.exit is None:
-            self._spawn(self._kill_unless_it_exits(process, reason))
+            self._tasks.spawn(self._kill_unless_it_exits(process, reason))
 
     async def _kill_unless_it_exits(self, process: Process, reason: str) -> None:
         try:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from kernelpool.profile import Limits, Profile
 from kernelpool.provisioner import Seat
 from kernelpool.runtime import Runtime
 from kernelpool.slot import Slot, SlotStore
+from kernelpool.tasks import Tasks
 from kernelpool.workspace import Workspace
 
 log = structlog.get_logger(__name__)
@@ -94,7 +95,7 @@ class Pool:
         self._short_since: float | None = None
         self._changed = asyncio.Event()
         self._retire_turn = asyncio.Semaphore(RETIRE_CONCURRENCY)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("pool", owner=owner)
         self._keeper: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -134,11 +135,10 @@ class Pool:
         while self._warm:
             self._retire(self._warm.pop())
         for lease in self._starting:
-            self._spawn(lease.kernel.close())
+            self._tasks.spawn(lease.kernel.close())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_TIMEOUT):
-                while self._tasks:
-                    await asyncio.wait(set(self._tasks))
+                await self._tasks.wait()
 
     async def sweep(self) -> list[str]:
         """Remove the processes and slots of this worker that no lease holds; their names."""
@@ -250,7 +250,7 @@ class Pool:
         match action:
             case Action.WARM:
                 self._warming += 1
-                self._spawn(self._make_warm())
+                self._tasks.spawn(self._make_warm())
             case Action.DISCARD_DEAD:
                 dead = next(x for x in self._warm if x.kernel.state is not State.IDLE)
                 self._warm.remove(dead)
@@ -307,7 +307,7 @@ class Pool:
         if not self.snapshot().room:
             raise PoolExhausted(f"all {self._capacity} slots of this worker are taken")
         lease = await self._new(limits)
-        self._spawn(self._start_cold(lease))
+        self._tasks.spawn(self._start_cold(lease))
         return lease
 
     async def _start_cold(self, lease: Lease) -> None:
@@ -363,11 +363,11 @@ class Pool:
             )
 
     def _write_down_later(self, session_id: str, lease: Lease) -> None:
-        self._spawn(self._write_down(session_id, lease))
+        self._tasks.spawn(self._write_down(session_id, lease))
 
     def _retire(self, lease: Lease, session_id: str | None = None) -> asyncio.Task[None]:
         self._retiring += 1
-        return self._spawn(self._remove(lease, session_id))
+        return self._tasks.spawn(self._remove(lease, session_id))
 
     async def _remove(self, lease: Lease, session_id: str | None) -> None:
         try:
@@ -381,14 +381,3 @@ class Pool:
         finally:
             self._retiring -= 1
             self._changed.set()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("pool task failed", error=repr(error))

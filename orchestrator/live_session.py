@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final
@@ -32,6 +32,7 @@ from kernelpool import (
     Notice,
     Pool,
     Started,
+    Tasks,
     UpdateDisplay,
     Usage,
 )
@@ -182,7 +183,7 @@ class LiveSession:
         self._changed = asyncio.Event()
         self._generation = -1 if state_lost else None
         """The kernel's at the last execution; None before the first."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("session", session_id=session.id)
         self._worker = asyncio.create_task(self._serve())
 
     def __repr__(self) -> str:
@@ -263,7 +264,9 @@ class LiveSession:
             self._kernel.interrupt()
         elif job in self._jobs and job.reserved.is_set():
             self._jobs.remove(job)
-            self._spawn(self._finish(job, _never_ran("The execution was cancelled in the queue.")))
+            self._tasks.spawn(
+                self._finish(job, _never_ran("The execution was cancelled in the queue."))
+            )
 
     async def answer_input(self, execution_id: str, text: str) -> Execution:
         """Hand a line to the running execution.
@@ -294,7 +297,8 @@ class LiveSession:
             self._changed.clear()
             await self._changed.wait()
         self._worker.cancel()
-        await asyncio.wait([self._worker, *self._tasks])
+        await asyncio.wait([self._worker])
+        await self._tasks.wait()
 
     def _cancel_all(self) -> None:
         for job in list(self._jobs)[1:]:
@@ -356,7 +360,7 @@ class LiveSession:
             await self.files.look()
         job.ran = True
         done: Done | None = None
-        watch = self._spawn(self._watch_disk()) if self._slot.quota == "watch" else None
+        watch = self._tasks.spawn(self._watch_disk()) if self._slot.quota == "watch" else None
         count: int | None = None
         outputs = 0
         running = self._begin(job)
@@ -451,12 +455,12 @@ class LiveSession:
             state_reset=job.ran and self._state_reset(job),
         )
         if done.kernel_end is not None:
-            self._spawn(self._revive())
+            self._tasks.spawn(self._revive())
         execution = job.transcript.execution
         try:
             await self._store.finish_execution(execution)
         except StoreUnavailable:
-            self._spawn(self._save_later(execution))
+            self._tasks.spawn(self._save_later(execution))
         except ExecutionNotFound:
             log.debug("execution was deleted with its session", execution_id=job.id)
         self._store.event_log.append(job.id, [last])
@@ -503,17 +507,6 @@ class LiveSession:
                     {"used_bytes": use.bytes, "limit_bytes": use.limit_bytes},
                 ),
             )
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("session task failed", session_id=self.session.id, error=repr(error))
 
 
 def _never_ran(why: str) -> Done:

@@ -7,12 +7,13 @@ kernelpool's pool, the store. Implements `Dispatcher`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 from weakref import WeakValueDictionary
 
 import structlog
@@ -25,6 +26,7 @@ from kernelpool import (
     NameRefused,
     Pool,
     PoolExhausted,
+    Tasks,
     clean_name,
 )
 from kernelpool import WorkspaceFull as DiskFull
@@ -105,7 +107,7 @@ class Owner:
         self._live: dict[str, LiveSession] = {}
         self._winding_up: dict[str, asyncio.Task[None]] = {}
         self._recreating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks("owner", worker_id=worker_id)
 
     def __repr__(self) -> str:
         """How many sessions live here."""
@@ -127,7 +129,7 @@ class Owner:
             for execution in await self._store.unfinished_executions(session.id):
                 await self._store.finish_execution(_lost(execution, at=self._store.clock()))
             await self._store.end_session(session.id, EndReason.WORKER_LOST, epoch=session.epoch)
-            self._spawn(self._archive_records(session.id))
+            self._tasks.spawn(self._archive_records(session.id))
         return self
 
     async def __aexit__(
@@ -142,8 +144,9 @@ class Owner:
                 await self.close(session_id, reason=EndReason.DRAINED)
             except ServiceError as error:
                 log.warning("session not ended", session_id=session_id, error=error.message)
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=CLOSE_TIMEOUT)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT):
+                await self._tasks.wait()
 
     async def open(self, order: SessionOrder) -> Session:
         """Make a session on a slot of this host; see `Dispatcher`."""
@@ -231,9 +234,9 @@ class Owner:
         live = self._live.pop(session_id, None)
         if reason is EndReason.DELETED:
             artifacts = await self._store.forget_session(session_id)
-            self._spawn(self._drop(session_id, live, artifacts))
+            self._tasks.spawn(self._drop(session_id, live, artifacts))
         elif live is not None:
-            self._winding_up[session_id] = self._spawn(self._wind_up(session_id, live))
+            self._winding_up[session_id] = self._tasks.spawn(self._wind_up(session_id, live))
 
     @asynccontextmanager
     async def execute(
@@ -374,17 +377,6 @@ class Owner:
             await self._store.archive_executions(session_id)
         except (ServiceError, ArtifactStoreError) as error:
             log.warning("records not archived", session_id=session_id, error=str(error))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("owner task failed", error=repr(error))
 
 
 def _never_ran(execution: Execution, *, at: float) -> Execution:
