@@ -58,6 +58,19 @@ async def test_an_interrupt_at_any_moment_of_a_cell_leaves_it_with_a_reply(
     assert (await kernel.run("6 * 7")).result == "42"
 
 
+async def test_an_interrupt_at_any_moment_doubles_nothing_that_was_printed(
+    kernel: StartedKernel,
+) -> None:
+    code = "n = 0\nwhile True:\n    n += 1\n    print(n, flush=True)"
+    for number in range(100):
+        id = await kernel.execute(code)
+        await kernel.printed(id, "1")
+        await anyio.sleep(number / 50_000)
+        kernel.interrupt()
+        numbers = [int(line) for line in (await kernel.outcome(id)).stdout.split()]
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
 async def test_an_interrupt_between_cells_is_forgotten(kernel: StartedKernel) -> None:
     kernel.interrupt()
     await anyio.sleep(0.1)

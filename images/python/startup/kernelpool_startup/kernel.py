@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -25,6 +26,7 @@ from ipykernel.ipkernel import IPythonKernel
 from traitlets import Type
 
 from kernelpool_startup import libraries, standard_input
+from kernelpool_startup.interrupts import critical
 from kernelpool_startup.journal import SHELL, Journal
 from kernelpool_startup.shell import CellCompiler, Shell, describe
 
@@ -164,6 +166,8 @@ class Kernel(IPythonKernel):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        if critical.postpone(partial(self._on_interrupt, signum, frame)):
+            return
         if self._interruptible:
             raise KeyboardInterrupt
         self._interrupt_pending = True
@@ -186,6 +190,8 @@ class Kernel(IPythonKernel):
         loop = asyncio.get_running_loop()
 
         def on_interrupt(signum: int, frame: FrameType | None) -> None:
+            if critical.postpone(partial(on_interrupt, signum, frame)):
+                return
             running = _in_cell.get()
             if not running or asyncio.current_task(loop) is not future:
                 loop.call_soon_threadsafe(future.cancel)

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import ipykernel.iostream
 
+from kernelpool_startup.interrupts import critical
 from kernelpool_startup.session import encode_text
 
 CHUNK_CHARACTERS = 128 * 1024
@@ -98,11 +99,11 @@ class OutStream(ipykernel.iostream.OutStream):
 
     def hand_over(self) -> bool:
         """Queue what was written, without waiting. Return whether there was anything."""
-        with self._buffer_lock:
+        with critical, self._buffer_lock:
             if not self._segments:
                 return False
             while self._segments:
-                # Removed only once queued: an interrupt between must not lose it.
+                # Removed only once queued: an error between must not lose it.
                 parent, segment = self._segments[0]
                 for chunk in _chunks(segment.getvalue()):
                     self.session.send(
@@ -160,7 +161,7 @@ class OutStream(ipykernel.iostream.OutStream):
         """Take over what went to the descriptor by now. Return whether a message was queued."""
         if self._fid is None or not self._waiting_bytes(self._fid):
             return False
-        with self._descriptor_lock:
+        with critical, self._descriptor_lock:
             if self._waiting_bytes(self._fid):
                 self._take(self._decoder.decode(os.read(self._fid, READ_BYTES)))
         return self._buffered >= CHUNK_CHARACTERS and self.hand_over()
