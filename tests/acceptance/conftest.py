@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import secrets
-import shutil
 import ssl
-import subprocess
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+import tempfile
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import httpcore2  # noqa: F401 - imported here, since httpx2 would do it in the event loop
@@ -20,6 +19,7 @@ from fastapi import FastAPI
 
 from orchestrator.app import create_app
 from orchestrator.artifacts import Artifacts
+from orchestrator.embedded_redis import redis_server
 from orchestrator.server import Tls, listen, serving
 from orchestrator.settings import Settings, load
 from orchestrator.store import Store, open_store
@@ -96,24 +96,11 @@ def logged() -> io.StringIO:
 
 
 @pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis of our own on a unix socket."""
-    binary = shutil.which("redis-server") or shutil.which("valkey-server")
-    if binary is None:
-        pytest.fail("no redis-server or valkey-server on PATH")
-    directory = tmp_path_factory.mktemp("redis")
-    socket = directory / "redis.sock"
-    server = subprocess.Popen(
-        [binary, "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(directory)],
-        stdout=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 10
-    while not socket.exists():
-        assert time.monotonic() < deadline, "redis-server did not start"
-        time.sleep(0.01)
-    yield f"unix://{socket}"
-    server.terminate()
-    server.wait(10)
+async def redis_url() -> AsyncIterator[str]:
+    """A Redis of our own, as `kernelpool up` has it."""
+    with tempfile.TemporaryDirectory(prefix="kp-") as directory:
+        async with redis_server(Path(directory)) as url:
+            yield url
 
 
 ServiceWith = Callable[..., AbstractAsyncContextManager[Service]]
