@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import anyio
 import pytest
-
-from kernelpool.environment import build_environment
 
 
 @pytest.fixture(
@@ -29,7 +27,8 @@ def runtime(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
         return
     shared = Path(tempfile.mkdtemp(prefix="kpd-"))
     shared.chmod(0o711)
-    anyio.run(build_environment, shared / "environments")
+    command = [sys.executable, "-m", "orchestrator", "image", "build", "--runtime", "bubblewrap"]
+    subprocess.run(command, env=os.environ | {"KERNELPOOL_STATE_DIR": str(shared)}, check=True)
     yield {"KERNELPOOL_RUNTIME": "bubblewrap", "environments": str(shared / "environments")}
     shutil.rmtree(shared)
 
