@@ -189,8 +189,10 @@ class SessionFiles:
         for path in removed:
             self._drop_later(path)
         if (count := len(files) + len(removed)) > FILES_TOLD:
-            trouble = trouble or f"{count:,} files changed; {FILES_TOLD:,} are told here, the list "
-            "of the container's files has all."
+            trouble = trouble or (
+                f"{count:,} files changed; {FILES_TOLD:,} are told here, the list of the "
+                "container's files has all."
+            )
         objects = [
             *(file_object(file) | {"change": change_of[file.path]} for file in files[:FILES_TOLD]),
             *(file_object(file) | {"change": "deleted"} for file in gone if file is not None),

@@ -211,3 +211,15 @@ async def test_a_large_file_goes_up_and_down_without_growing_the_server(
             got += len(piece)
     assert got == size
     assert service.resident_bytes() - before < 50_000_000
+
+
+async def test_a_cell_that_writes_very_many_files_says_how_many_it_does_not_name(
+    service: Service, container: str
+) -> None:
+    code = "for i in range(1200): open(f'{i}.txt', 'w').write('x')"
+    execution = await service.run(container, code)
+    assert len(execution["files"]) == 1000
+    (notice,) = execution["outputs"]
+    assert notice["data"]["text/plain"] == (
+        "1,200 files changed; 1,000 are told here, the list of the container's files has all."
+    )
